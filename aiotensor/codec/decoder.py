@@ -25,6 +25,7 @@ from aiotensor.memory.tensors import (
 from aiotensor.protocol.frames import DECODE_ERRORS
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 Find: TypeAlias = Callable[[Any], torch.Tensor]
 """A function that returns the tensor of a handle."""
@@ -43,23 +44,47 @@ def _nowhere(handle: object) -> torch.Tensor:
     )
 
 
+class Parts(Generic[P]):
+    """Buffers or tensors beside the body of a message, each of which the message must use once.
+
+    Args:
+        kind: what they are, in errors.
+        parts: the parts, which the body refers to by their numbers.
+    """
+
+    def __init__(self, kind: str, parts: list[P]) -> None:
+        self._kind = kind
+        self._parts = parts
+        self._used: set[int] = set()
+
+    def take(self, number: object) -> P:
+        """Return a part, but only once: tied tensors refer to a number of a tensor instead."""
+        if not isinstance(number, int) or not 0 <= number < len(self._parts):
+            raise ProtocolError(
+                f"the peer referred to {self._kind} {number!r:.64}, but sent {len(self._parts)} {self._kind}s"
+            )
+        if number in self._used:
+            raise ProtocolError(f"the peer referred to {self._kind} {number} twice")
+        self._used.add(number)
+        return self._parts[number]
+
+    def check_all_used(self) -> None:
+        """Raise `ProtocolError` if the message did not use each part."""
+        if len(self._used) != len(self._parts):
+            raise ProtocolError(
+                f"the peer sent {len(self._parts)} {self._kind}s, but the message uses {len(self._used)} of "
+                "them: there is one too many, or a tensor is in a field that the type of this decoder does "
+                "not have"
+            )
+
+
 class _Decoding(msgspec.Struct, eq=False):
     """The buffers of one message, while it is decoded."""
 
-    buffers: list[memoryview]
+    buffers: Parts[memoryview]
     call_find: Find
     error: BaseException | None = None  # raised by `call_find`
-    used: set[int] = set()  # the numbers of the buffers that were returned
     tensors: dict[int, torch.Tensor] = {}  # the tensors that were decoded, by their numbers
-
-    def take(self, number: int) -> memoryview:
-        """Return a buffer, but only once: tied tensors refer to a number of a tensor instead."""
-        if number >= len(self.buffers):
-            raise ProtocolError(f"the peer referred to buffer {number}, but sent {len(self.buffers)} buffers")
-        if number in self.used:
-            raise ProtocolError(f"the peer referred to buffer {number} twice")
-        self.used.add(number)
-        return self.buffers[number]
 
     def find(self, handle: object) -> torch.Tensor:
         """Call `find`, and store its error, so that it is not mistaken for an error of the peer."""
@@ -72,18 +97,14 @@ class _Decoding(msgspec.Struct, eq=False):
             raise
         return tensor
 
-    def check_all_used(self) -> None:
-        if len(self.used) != len(self.buffers):
-            raise ProtocolError(
-                f"the peer sent {len(self.buffers)} buffers, but the message uses {len(self.used)} of them: "
-                "there is one too many, or a tensor is in a field that the type of this decoder does not have"
-            )
+
+_NO_BUFFERS: Parts[memoryview] = Parts("buffer", [])
 
 
 class _Current(threading.local):
     """The message that this thread decodes."""
 
-    parts = _Decoding([], _nowhere)
+    parts = _Decoding(_NO_BUFFERS, _nowhere)
 
 
 class TensorDecoder(Generic[T]):
@@ -138,7 +159,7 @@ class TensorDecoder(Generic[T]):
         if not parts:
             raise ProtocolError("the peer sent a message without parts")
         body, *buffers = parts
-        views = [memoryview(part) for part in buffers] if buffers else []
+        views = Parts("buffer", [memoryview(part) for part in buffers]) if buffers else _NO_BUFFERS
         now = _Decoding(views, self._find if find is None else find)
         outer, self._current.parts = self._current.parts, now  # `find` may decode another message
         try:
@@ -162,7 +183,7 @@ class TensorDecoder(Generic[T]):
             now.error = None  # its traceback refers to this object, and thus to tensors
             now.tensors.clear()
         if buffers:
-            now.check_all_used()
+            views.check_all_used()
         return message
 
     def _open_extension(self, code: int, data: memoryview) -> object:
@@ -198,7 +219,7 @@ class TensorDecoder(Generic[T]):
                 else:
                     tensor = open_empty(nbytes, dtype, shape)
             else:
-                tensor = open_buffer(parts.take(placeholder.buffer), dtype, meaning.shape)
+                tensor = open_buffer(parts.buffers.take(placeholder.buffer), dtype, meaning.shape)
             if meaning.attributes is not None:
                 tensor = with_attributes(tensor, meaning.attributes)
         parts.tensors[number] = tensor
@@ -208,13 +229,10 @@ class TensorDecoder(Generic[T]):
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     try:
         return tensor.detach().resolve_conj().resolve_neg().numpy()
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, ValueError) as error:  # a ValueError before numpy 2
         raise ProtocolError(
-            f"the peer sent an array of {tensor.dtype}, which numpy does not support"
-        ) from error
-    except ValueError as error:  # before numpy 2
-        raise ProtocolError(
-            f"the peer sent an array of {tensor.dim()} dimensions, more than this version of numpy supports"
+            f"the peer sent an array of {tensor.dtype}, which numpy does not support with {tensor.dim()} "
+            "dimensions"
         ) from error
 
 

@@ -56,6 +56,7 @@ class Encoding(msgspec.Struct, eq=False):
         room: the number of bytes of small sources that are part of the body without a call of `place`; -1 to
             call it for every source, also for empty ones.
         open: called with each tensor or array; returns its source.
+        call_place: called by `place`.
         buffers: the buffers that follow the body.
         values: the tensors and arrays, by their numbers. They stay alive, so that no other object gets the
             address of one.
@@ -65,6 +66,7 @@ class Encoding(msgspec.Struct, eq=False):
     inline_bytes: int = MAX_INLINE_BYTES
     room: int = -1
     open: Callable[[Sendable], Source] = as_source
+    call_place: Callable[[Source], object | None] = _not_mine
     buffers: Buffers = []
     values: list[object] = []
     numbers: dict[Hashable, int] = {}
@@ -74,13 +76,10 @@ class Encoding(msgspec.Struct, eq=False):
 
         Called in the order of the message; errors propagate from `encode`.
         """
-        return None
+        return self.call_place(source)
 
-    def encode(self, message: object) -> Buffers:
-        """Encode the message, as `TensorEncoder.encode` does; may be called only once."""
-        return [msgspec.msgpack.encode(message, enc_hook=self._encode_tensor), *self.buffers]
-
-    def _encode_tensor(self, value: object) -> object:
+    def encode_tensor(self, value: object) -> object:
+        """Return the placeholder of a tensor or an array, or a plain value; called by msgspec."""
         if not isinstance(value, _TENSORS):
             return _plain_value(value)
         source = self.open(value)
@@ -123,16 +122,6 @@ def _identity(value: object) -> Hashable:
     return elements, value.requires_grad, type(value), value.is_conj(), value.is_neg()
 
 
-class _PlacedEncoding(Encoding):
-    """The encoding of a message for a `place` of the user."""
-
-    call_place: Callable[[Source], object | None] = _not_mine
-
-    def place(self, source: Source) -> object | None:
-        """Return the result of the user's function."""
-        return self.call_place(source)
-
-
 class TensorEncoder:
     """Encode messages that contain tensors and numpy arrays.
 
@@ -172,4 +161,5 @@ class TensorEncoder:
             UnicodeEncodeError: a string in the message contains a lone surrogate.
             OSError: no memory is left for a copy.
         """
-        return _PlacedEncoding(self._inline_bytes, open=self._open, call_place=self._place).encode(message)
+        encoding = Encoding(self._inline_bytes, open=self._open, call_place=self._place)
+        return [msgspec.msgpack.encode(message, enc_hook=encoding.encode_tensor), *encoding.buffers]

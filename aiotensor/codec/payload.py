@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aiotensor.codec.decoder import TensorDecoder
+from aiotensor.codec.decoder import Parts, TensorDecoder
 from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.expectations import check_before_sending
-from aiotensor.errors import ProtocolError, TooLargeError
+from aiotensor.errors import TooLargeError
 from aiotensor.memory.source import ArraySource, Source
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 
@@ -52,7 +52,7 @@ class Payload(Encoding):
             if isinstance(message, msgspec.Struct) and (check := check_before_sending(type(message))):
                 check(message)
             del message
-            self.body = msgspec.msgpack.encode(box.pop(), enc_hook=self._encode_tensor)
+            self.body = msgspec.msgpack.encode(box.pop(), enc_hook=self.encode_tensor)
         except BaseException:
             self.tensors.clear()
             self.values.clear()
@@ -81,22 +81,7 @@ def unpack(decoder: TensorDecoder[Any], body: memoryview, found: list[torch.Tens
     Raises:
         ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor once.
     """
-    used: set[int] = set()
-
-    def find(handle: object) -> torch.Tensor:
-        if not isinstance(handle, int) or not 0 <= handle < len(found) or handle in used:
-            raise ProtocolError(
-                f"the peer referred to tensor {handle!r:.64} of {len(found)}, which does not exist or was "
-                "used before"
-            )
-        used.add(handle)
-        return found[handle]
-
-    message = decoder.decode([body], find)
-    if len(used) != len(found):
-        del message  # the traceback refers to this frame
-        raise ProtocolError(
-            f"the peer sent {len(found)} tensors, but the message uses {len(used)} of them: one is too many, "
-            "or is in a field that the type of this decoder does not have"
-        )
-    return message
+    parts = Parts("tensor", found)
+    message = [decoder.decode([body], parts.take)]  # no traceback refers to it
+    parts.check_all_used()
+    return message.pop()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from aiotensor.codec.cost import least_bytes, takes_long
+from aiotensor.codec.cost import cost_of
 from aiotensor.codec.payload import MAX_BODY_TENSOR_BYTES, Payload, check_body
 from aiotensor.errors import WouldBlockError
 from aiotensor.memory.arena import Block, whole_pages
@@ -125,8 +125,9 @@ class Outgoing(msgspec.Struct, eq=False):
             OSError: the machine has no memory, threads or descriptors left.
         """
         payload = Payload(room=self.max_inline_bytes)
-        if takes_long(message[0]):
-            check_body(least_bytes(message[0]), self.max_body_bytes)
+        takes_long, nbytes = cost_of(message[0])
+        if takes_long:
+            check_body(nbytes, self.max_body_bytes)
             await in_thread(payload.encode_body, message)
             self.check()
         else:

@@ -73,7 +73,7 @@ async def test_a_long_text_or_bytes_beyond_the_limit_are_refused_before_they_are
             asking = asyncio.create_task(client.request(1))
             request = await anext(server)
             with monkeypatch.context() as patch:
-                patch.setattr(Payload, "encode", fail)
+                patch.setattr(Payload, "encode_body", fail)
                 for message in (
                     b"x" * 200_000,
                     {"name": ["x" * 100_000] * 2},

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiotensor.codec import TensorDecoder, TensorEncoder
-from aiotensor.codec.cost import takes_long
+from aiotensor.codec.cost import cost_of
 from aiotensor.errors import ProtocolError
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 from tests.codec.messages import (
@@ -121,7 +121,7 @@ def test_a_numpy_scalar_is_encoded_as_a_plain_value() -> None:
         received = through(Any, {"item": [scalar]})["item"]
         assert received == [value]
         assert type(received[0]) is type(value)
-        assert not takes_long({"item": [scalar]})
+        assert not cost_of({"item": [scalar]})[0]
 
 
 # In the body, or beside it
