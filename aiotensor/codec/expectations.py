@@ -4,7 +4,7 @@ msgspec checks all types but ignores `TensorMeta`. This module therefore checks 
 decoding.
 """
 
-import dataclasses
+import enum
 import functools
 import types
 import typing
@@ -22,6 +22,9 @@ Check: TypeAlias = Callable[[Any], None]
 # Not their subclasses, which the receiver cannot rebuild.
 _DECODABLE = (torch.Tensor, torch.nn.Parameter, np.ndarray)
 
+# No parts of these are parts of a message, and their annotations may be for type checkers only.
+_WITHOUT_PARTS = (torch.Tensor, np.ndarray, enum.Enum)
+
 _SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
 
 
@@ -35,7 +38,7 @@ def expectations(type_: Any) -> Check | None:
     """
     walk = _Walk()
     check = walk.check_of(type_)
-    return check if walk.has_meta else None  # a class that contains itself has a check in any case
+    return check if walk.has_meta else None  # a Struct has a check in any case
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,7 +127,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.has_meta = False  # whether a `TensorMeta` was found
-        self._structs: dict[Any, Check | None] = {}
+        self._structs: dict[Any, Check] = {}
 
     def check_of(self, type_: Any) -> Check | None:
         """Return the check of a type without type variables; None if there is nothing to check."""
@@ -152,8 +155,8 @@ class _Walk:
                 checks.append(meta.check)
         return _all_of(checks)
 
-    def _struct(self, kind: type, type_: Any) -> Check | None:
-        """Return the check of a Struct; None if there is nothing to check in its fields."""
+    def _struct(self, kind: type, type_: Any) -> Check:
+        """Return the check of the fields of a Struct."""
         if type_ not in self._structs:
             checks: list[tuple[str, Check]] = []
             self._structs[type_] = _fields(kind, checks)  # for fields that contain the Struct itself
@@ -161,8 +164,6 @@ class _Walk:
                 check = self.check_of(field.type)
                 if check is not None:
                     checks.append((field.name, check))
-            if not checks:
-                self._structs[type_] = None
         return self._structs[type_]
 
 
@@ -183,33 +184,18 @@ def _refuse_metas(type_: Any) -> None:
         plain = _plain(part)
         parts += get_args(plain)
         kind = get_origin(plain) or plain
-        if isinstance(kind, type) and kind not in seen and _has_fields(kind):
+        if isinstance(kind, type) and kind not in seen and not issubclass(kind, _WITHOUT_PARTS):
             seen.add(kind)
             parts += typing.get_type_hints(kind, include_extras=True).values()
 
 
-def _has_fields(kind: type) -> bool:
-    return (
-        issubclass(kind, msgspec.Struct)
-        or dataclasses.is_dataclass(kind)
-        or typing.is_typeddict(kind)
-        or hasattr(kind, "__attrs_attrs__")
-        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
-    )
-
-
-def _default(variable: Any) -> Any:
-    """Return the type that replaces a type variable without a binding."""
-    if getattr(variable, "__constraints__", ()):
-        return typing.Union[variable.__constraints__]  # noqa: UP007 - their number varies
-    return getattr(variable, "__bound__", None) or Any
-
-
 def _plain(type_: Any) -> Any:
-    """Resolve type variables, aliases, `NewType` and qualifiers of a type."""
+    """Resolve type variables without a binding, aliases, `NewType` and qualifiers of a type."""
     while True:
-        if isinstance(type_, TypeVar):
-            type_ = _default(type_)
+        if isinstance(type_, TypeVar) and type_.__constraints__:
+            type_ = typing.Union[type_.__constraints__]  # noqa: UP007 - their number varies
+        elif isinstance(type_, TypeVar):
+            type_ = type_.__bound__ or Any
         elif hasattr(type_, "__supertype__"):  # of a NewType
             type_ = type_.__supertype__
         elif hasattr(type_, "__value__"):  # of a `type` statement
