@@ -113,17 +113,15 @@ class TensorHandle(msgspec.Struct, frozen=True):
         """Return the pydantic schema of a handle: an instance, or an object with strictly typed fields."""
         from pydantic_core import core_schema  # installed, because only pydantic calls this method
 
-        text = core_schema.str_schema(strict=True)
         number = core_schema.int_schema(strict=True, ge=0, le=MAX_NUMBER)
+        schemas: dict[object, CoreSchema] = {
+            int: number,
+            str: core_schema.str_schema(strict=True),
+            tuple[int, ...]: core_schema.tuple_variable_schema(number),
+        }
+        kinds = {name: schemas[cls.__annotations__[name]] for name in cls.__struct_fields__}
         fields = core_schema.typed_dict_schema(
-            {
-                "sender": core_schema.typed_dict_field(text),
-                "message": core_schema.typed_dict_field(number),
-                "tensor": core_schema.typed_dict_field(number),
-                "dtype": core_schema.typed_dict_field(text),
-                "shape": core_schema.typed_dict_field(core_schema.tuple_variable_schema(number)),
-                "device": core_schema.typed_dict_field(text),
-            },
+            {name: core_schema.typed_dict_field(schema) for name, schema in kinds.items()},
             extra_behavior="ignore",  # as msgspec does: a later version may add fields
         )
 

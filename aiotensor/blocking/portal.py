@@ -74,7 +74,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
         self._was_opened = False
         self.is_closed = False
         self._is_ending = self._has_released_loop = False
-        self._last: S | None = None  # the statistics at the end
+        self._last: S | None = inner.statistics()  # before opening, and again at the end
         # Used in the loop: the items that interrupted threads have not received, and the calls that wait for
         # an item, with a list for an item of an interrupted thread.
         self._not_received: list[tuple[object, Any]] = []
@@ -101,7 +101,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
             loop = borrow(self._user)
             with self._lock:
                 if not self.is_closed:
-                    self._loop = loop
+                    self._loop, self._last = loop, None
             self._run(self._opening)
         except BaseException as error:
             self.close()  # the object may be open already if a signal has interrupted this thread
@@ -197,16 +197,7 @@ class BlockingObject(ProcessBound, Generic[A, S]):
     def statistics(self) -> S:
         """Return the current usage and the totals since opening; also available after closing."""
         statistics: Callable[[], S] = self.inner.statistics
-        if not self._was_opened:
-            return statistics()
-        try:
-            return self.call(statistics)
-        except ClosedError:
-            if self._last is not None:
-                return self._last
-            if self.inner.affinity.was_entered:
-                raise
-            return statistics()  # opening failed before the loop could use the object
+        return self._last or self.call(statistics)
 
     # Calls
 

@@ -51,7 +51,7 @@ class Call(Generic[R]):
         self._task: asyncio.Task[None] | None = None
         self._is_running = False
         self._results: list[R] = []
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         self._has_ended = False
         # One lock for each waiting thread, held until the end of the call. A `threading.Event` is unsuitable:
         # code that a signal handler has interrupted may hold its internal lock.
@@ -65,17 +65,13 @@ class Call(Generic[R]):
     def result(self) -> R:
         """Wait for the end of the call, and return its result or raise its error."""
         self._wait()
-        error, self._error = self._error, None
-        if error is None:
-            # A signal handler may run after each call of a C function. From here to the user's code there is
-            # none, so that the result is either still in this object or in the user's hands.
-            [result] = self._results
-            self._results = []
-            return result
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame, so only the garbage collector would free both
+        if self._errors:
+            raise self._errors.pop()  # no variable refers to it: its traceback refers to this frame
+        # A signal handler may run after each call of a C function. From here to the user's code there is
+        # none, so that the result is either still in this object or in the user's hands.
+        [result] = self._results
+        self._results = []
+        return result
 
     def give_up(self) -> None:
         """Cancel the call, or prevent its start, and wait until it has released its resources."""
@@ -115,7 +111,7 @@ class Call(Generic[R]):
             async with asyncio.timeout(self._timeout):
                 self._results.append(await self._work())
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-            self._error = error
+            self._errors.append(error)
         self._ended()
         if not self._is_wanted:
             self._cancel()  # the work has ended with a result nevertheless
@@ -125,7 +121,7 @@ class Call(Generic[R]):
             if self._results and self._not_received is not None:
                 self._not_received(self._results.pop())
         elif self._task is None:  # a signal has interrupted the thread before the call was started
-            self._error = asyncio.CancelledError()
+            self._errors.append(asyncio.CancelledError())
             self._ended()
         elif self._is_running:  # otherwise, the task would be cancelled before it could report its end
             self._task.cancel()

@@ -48,11 +48,6 @@ class LoopAffinity:
         self._entry: registry.Entry | None = None
 
     @property
-    def was_entered(self) -> bool:
-        """Whether the object was ever opened."""
-        return self._loop is not None
-
-    @property
     def is_open(self) -> bool:
         """Whether the object was opened and not closed."""
         return self._loop is not None and not self.is_closed
