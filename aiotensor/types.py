@@ -15,34 +15,6 @@ if TYPE_CHECKING:  # not at runtime: modules that do not need torch import this 
     import typing_extensions
     from pydantic_core import CoreSchema, SchemaSerializer
 
-__all__ = [
-    "MAX_NUMBER",
-    "MAX_TRACE_FIELDS",
-    "MAX_TRACE_NAME",
-    "MAX_TRACE_VALUE",
-    "ClientStatistics",
-    "CurveKey",
-    "Delivery",
-    "EngineStatistics",
-    "Holder",
-    "M",
-    "Number",
-    "PipeStatistics",
-    "Publication",
-    "Published",
-    "PublisherStatistics",
-    "ReceiverStatistics",
-    "SenderStatistics",
-    "ServerStatistics",
-    "Statistics",
-    "SubscriberLag",
-    "SubscriberStatistics",
-    "TensorHandle",
-    "TraceContext",
-    "Usage",
-    "Waits",
-]
-
 if TYPE_CHECKING:
     M = typing_extensions.TypeVar("M", default=Any)  # the type of messages, unless a call states it
 else:

@@ -22,8 +22,10 @@ Check: TypeAlias = Callable[[Any], None]
 # Not their subclasses, which the receiver cannot rebuild.
 _DECODABLE = (torch.Tensor, torch.nn.Parameter, np.ndarray)
 
+_TENSORS = (torch.Tensor, np.ndarray)
+
 # No parts of these are parts of a message, and their annotations may be for type checkers only.
-_WITHOUT_PARTS = (torch.Tensor, np.ndarray, enum.Enum)
+_WITHOUT_PARTS = (*_TENSORS, enum.Enum)
 
 _SAME = (typing.Required, typing.NotRequired, Final)  # equivalent to the type in their brackets
 
@@ -149,7 +151,7 @@ class _Walk:
             if meta is TensorMeta:
                 raise TypeError("use TensorMeta(...) in an annotation, with the expected dtype and shape")
             if isinstance(meta, TensorMeta):
-                if not any(_is_tensor(arm) for arm in arms(inner)):
+                if not any(isinstance(arm, type) and issubclass(arm, _TENSORS) for arm in arms(inner)):
                     raise TypeError(f"a TensorMeta describes a tensor, but {inner!r} is not a tensor")
                 self.has_meta = True
                 checks.append(meta.check)
@@ -227,7 +229,3 @@ def _all_of(checks: list[Check | None]) -> Check | None:
             check(value)
 
     return several[0] if len(several) == 1 else check_all if several else None
-
-
-def _is_tensor(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, torch.Tensor | np.ndarray)

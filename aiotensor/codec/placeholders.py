@@ -10,13 +10,13 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from aiotensor.protocol.frames import MAX_DIMENSIONS, Attributes
+from aiotensor.types import Number
 
 # The codes of the msgpack extensions for tensors and arrays. Other extensions of users are passed on
 # unchanged.
 TENSOR, ARRAY = ord("T"), ord("A")
 
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Shape = Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_Shape = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
@@ -33,28 +33,28 @@ class Inline(msgspec.Struct, frozen=True, array_like=True, tag="in", gc=False):
 
     meaning: Meaning
     payload: memoryview
-    number: _Number
+    number: Number
 
 
 class OutOfBand(msgspec.Struct, frozen=True, array_like=True, tag="by", gc=False):
     """A tensor whose bytes are in a separate buffer; the number of the first buffer is 0."""
 
     meaning: Meaning
-    buffer: _Number
-    number: _Number
+    buffer: Number
+    number: Number
 
 
 class External(msgspec.Struct, frozen=True, array_like=True, tag="at"):
     """A tensor that another transport carries, and the handle that identifies it there."""
 
     handle: Any
-    number: _Number
+    number: Number
 
 
 class Tied(msgspec.Struct, frozen=True, array_like=True, tag="as", gc=False):
     """A tensor over the same memory as an earlier one, which has this number."""
 
-    number: _Number
+    number: Number
 
 
 Placeholder: TypeAlias = Inline | OutOfBand | External | Tied

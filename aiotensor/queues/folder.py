@@ -114,14 +114,8 @@ class Folder(NamedTuple):
             OSError: the folder cannot be created; a `FileNotFoundError` if its parent does not exist.
         """
         route_to(self.addresses()[-1])  # raises the error
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, 0o700)
-        except FileExistsError:
-            pass
-        except FileNotFoundError as error:
-            parent = os.path.dirname(self.path)
-            reason = f"the folder of the queue cannot be created, because {parent} does not exist"
-            raise FileNotFoundError(error.errno, reason, self.path) from None
         found = os.stat(self.path)
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             raise UsageError(f"{self.path} is not a folder of this user: choose another folder for the queue")

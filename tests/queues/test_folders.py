@@ -179,11 +179,7 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_body_bytes": 0}, ValueError, "max_body_bytes"),
     ({"grace_s": -1}, ValueError, "grace_s"),
     ({"folder": "/tmp/" + "x" * 100}, ValueError, "folder with a shorter path"),
-    (
-        {"folder": "/missing/queue"},
-        FileNotFoundError,
-        "cannot be created, because /missing does not exist: '/missing/queue'",
-    ),
+    ({"folder": "/missing/queue"}, FileNotFoundError, "No such file or directory: '/missing/queue'"),
     ({"folder": "queue"}, ValueError, "'queue' of a queue must be an absolute path"),
     ({"producers": "3"}, TypeError, "integer"),
     ({"message_type": 8}, TypeError, "pass the capacity as max_messages=8"),
