@@ -16,7 +16,6 @@ from aiotensor.errors import ProtocolError
 from aiotensor.memory.tensors import (
     DTYPES,
     open_buffer,
-    open_empty,
     tensor_over,
     unknown_dtype,
     view_over,
@@ -213,11 +212,10 @@ class TensorDecoder(Generic[T]):
                 raise unknown_dtype(meaning.dtype)
             if isinstance(placeholder, Inline):
                 payload, shape = placeholder.payload, meaning.shape
-                nbytes = len(payload)
-                if nbytes and nbytes == math.prod(shape) * dtype.itemsize:
+                if payload and len(payload) == math.prod(shape) * dtype.itemsize:
                     tensor = view_over(bytearray(payload), 0, dtype, shape)[0]
                 else:
-                    tensor = open_empty(nbytes, dtype, shape)
+                    tensor = open_buffer(payload, dtype, shape)
             else:
                 tensor = open_buffer(parts.buffers.take(placeholder.buffer), dtype, meaning.shape)
             if meaning.attributes is not None:

@@ -59,19 +59,18 @@ class TensorMeta(msgspec.Struct, frozen=True):
         """
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
-        if isinstance(value, torch.Tensor) and not self._allows(value):
+        if not isinstance(value, torch.Tensor):
+            return
+        dtype, shape = value.dtype, tuple(value.shape)
+        wanted = shape if self.shape is None else self.shape
+        if (
+            self.dtype not in (None, dtype)
+            or len(wanted) != len(shape)
+            or any(want not in (None, size) for want, size in zip(wanted, shape, strict=True))
+        ):
             raise MismatchError(
-                f"expected {_describe(self.dtype, self.shape)}, "
-                f"found {_describe(value.dtype, tuple(value.shape))}"
+                f"expected {_describe(self.dtype, self.shape)}, found {_describe(dtype, shape)}"
             )
-
-    def _allows(self, tensor: torch.Tensor) -> bool:
-        if self.dtype is not None and tensor.dtype != self.dtype:
-            return False
-        if self.shape is None:
-            return True
-        sizes = zip(self.shape, tensor.shape, strict=False)
-        return len(self.shape) == tensor.dim() and all(want is None or want == size for want, size in sizes)
 
 
 def _describe(dtype: torch.dtype | None, shape: tuple[int | None, ...] | None) -> str:

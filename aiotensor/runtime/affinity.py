@@ -69,8 +69,7 @@ class LoopAffinity:
             ClosedError: the object was closed.
         """
         self._check_process()
-        if self.is_closed:
-            raise ClosedError(f"this {self._name} was closed: create a new one")
+        self.check_open()
         if self._loop is not None:
             raise UsageError(f"this {self._name} is already open: enter it once and share it between tasks")
         loop = asyncio._get_running_loop()
@@ -92,7 +91,7 @@ class LoopAffinity:
 
     def closed_error(self) -> ClosedError:
         """Return the error of a call that ends because the object was closed."""
-        return ClosedError(f"this {self._name} was closed")
+        return ClosedError(f"this {self._name} was closed: create a new one")
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the object was closed, perhaps during a wait."""
@@ -125,8 +124,7 @@ class LoopAffinity:
         if asyncio._get_running_loop() is self.open_in:
             return
         self.check_place()
-        if self.is_closed:
-            raise ClosedError(f"this {self._name} was closed: create a new one")
+        self.check_open()
         if self._loop is None:
             raise UsageError(f"this {self._name} is not open yet: enter it with `async with` first")
 

@@ -10,14 +10,13 @@ from typing import Any
 from aiotensor.types import MAX_NUMBER
 
 
-def count(name: str, value: int, least: int = 1, most: int | None = MAX_NUMBER) -> int:
+def count(name: str, value: int, least: int = 1) -> int:
     """Return a number of objects or bytes.
 
     Args:
         name: the name of the argument.
         value: its value.
-        least: the least valid number.
-        most: the greatest valid number, by default the largest that fits into a frame; None for no limit.
+        least: the least valid number; the greatest one is the largest that fits into a frame.
 
     Raises:
         TypeError: the value is not an integer.
@@ -29,14 +28,14 @@ def count(name: str, value: int, least: int = 1, most: int | None = MAX_NUMBER) 
         raise TypeError(f"{name} must be an integer, got {value!r:.64}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
-    if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}")
+    if number > MAX_NUMBER:
+        raise ValueError(f"{name} must be at most {MAX_NUMBER}, got {number}")
     return number
 
 
 def count_or_none(name: str, value: int | None) -> int | None:
-    """Return a positive number of objects or bytes, as `count` does, of any size; None means no limit."""
-    return None if value is None else count(name, value, most=None)
+    """Return a positive number of objects or bytes, as `count` does; None means no limit."""
+    return None if value is None else count(name, value)
 
 
 def seconds(name: str, value: float) -> float:
