@@ -75,9 +75,7 @@ class TensorHandle(msgspec.Struct, frozen=True):
         return self.__struct_fields__
 
     def __getitem__(self, name: str) -> str | int | tuple[int, ...]:
-        if name not in self.__struct_fields__:
-            raise KeyError(name)
-        value: str | int | tuple[int, ...] = getattr(self, name)
+        value: str | int | tuple[int, ...] = msgspec.structs.asdict(self)[name]
         return value
 
     @classmethod

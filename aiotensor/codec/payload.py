@@ -10,7 +10,7 @@ import torch
 from aiotensor.codec.decoder import Parts, TensorDecoder
 from aiotensor.codec.encoder import Encoding
 from aiotensor.codec.expectations import check_before_sending
-from aiotensor.errors import TooLargeError
+from aiotensor.errors import ProtocolError, TooLargeError
 from aiotensor.memory.source import ArraySource, Source
 from aiotensor.memory.tensors import MAX_INLINE_BYTES
 
@@ -82,6 +82,10 @@ def unpack(decoder: TensorDecoder[Any], body: memoryview, found: list[torch.Tens
         ProtocolError: the message cannot be decoded, has the wrong type, or does not use each tensor once.
     """
     parts = Parts("tensor", found)
-    message = [decoder.decode([body], parts.take)]  # no traceback refers to it
-    parts.check_all_used()
-    return message.pop()
+    message = decoder.decode([body], parts.take)
+    try:
+        parts.check_all_used()
+    except ProtocolError:
+        del message  # the traceback refers to this frame
+        raise
+    return message
