@@ -127,8 +127,8 @@ class QueueConsumer(LoopObject, Generic[M]):
             if taken is not None:
                 return self._take(requests, *taken)
             self._opened()  # it may have been closed during the decoding of a refused message
-            if self._timer is None and (end := self._end_of_queue()) is not None:
-                raise end
+            if self._timer is None:
+                self._raise_at_end()
             self._check_within(requests, _FIRST_CHECK_S)
             self._waiting += 1
             self._absence.begin()
@@ -148,15 +148,15 @@ class QueueConsumer(LoopObject, Generic[M]):
         taken = requests.take_now()
         if taken is not None:
             return self._take(requests, *taken)
-        raise self._end_of_queue() or WouldBlockError("no message has arrived in this consumer")
+        self._raise_at_end()
+        raise WouldBlockError("no message has arrived in this consumer")
 
     def _take(self, requests: Requests[M], incoming: Incoming, message: M) -> M:
         requests.fail(incoming, _NO_ANSWER)
         self._taken += 1
         return message
 
-    # The end of the queue. All waiting calls share its checks, each of which takes several system calls; they
-    # check again themselves when one has found the end.
+    # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
 
     def _check_within(self, requests: Requests[M], delay: float) -> None:
         """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
@@ -171,26 +171,25 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._timer = None
         if not self._waiting:
             return
-        if self._end_of_queue() is None:
-            self._check_within(requests, min(2 * delay, _LAST_CHECK_S))
-        else:
-            requests.wake()
-
-    def _end_of_queue(self) -> AioTensorError | None:
-        """Return an error if no producer is open, and none is expected."""
         try:
-            states = self._settings.folder.producer_states()
-        except PeerLostError as error:
-            return error
+            self._raise_at_end()
+        except AioTensorError:
+            requests.wake()  # each call finds the end itself
+        else:
+            self._check_within(requests, min(2 * delay, _LAST_CHECK_S))
+
+    def _raise_at_end(self) -> None:
+        """Raise an error if no producer is open, and none is expected."""
+        states = self._settings.folder.producer_states()
         if SlotState.LIVE in states or SlotState.UNUSED in states:
-            return None
+            return
         dead = states.count(SlotState.DEAD)
         if not dead:
-            return ClosedError(
+            raise ClosedError(
                 f"all producers of this queue have closed (producers={len(states)}), and all their messages "
                 "were taken"
             )
-        return PeerLostError(
+        raise PeerLostError(
             f"{dead} of the {len(states)} producers of this queue ended without closing: they died, or ended "
             "with an exception, and their messages may be incomplete"
         )
