@@ -63,12 +63,11 @@ class Slot:
         os.pwrite(self._file.number, _CLOSED, self._place)
 
     def release(self) -> None:
-        """Unlock the slot; releasing again has no effect."""
-        if self._file.number >= 0:
-            with contextlib.closing(self._file):
-                # Closing the descriptor is not sufficient: a child that another thread is starting has a copy
-                # of it until the child runs its program.
-                change_lock(self._file.number, fcntl.F_UNLCK, self._place, 1)
+        """Unlock the slot; called once."""
+        with contextlib.closing(self._file):
+            # Closing the descriptor is not sufficient: a child that another thread is starting has a copy of
+            # it until the child runs its program.
+            change_lock(self._file.number, fcntl.F_UNLCK, self._place, 1)
 
 
 class Folder(NamedTuple):
