@@ -108,22 +108,6 @@ def check_decodable(type_: Any) -> bool:
 # same value. The path of a mismatch is only assembled once the mismatch is found.
 
 
-def _fields(kind: type, checks: list[tuple[str, Check]]) -> Check:
-    """Return the check of a Struct; `checks` may be filled later, since a Struct may contain itself."""
-
-    def check_fields(value: Any) -> None:
-        if type(value) is not kind:  # a subclass may annotate the same field differently
-            return
-        for name, check in checks:
-            try:
-                check(getattr(value, name))
-            except MismatchError as error:
-                error.path = f".{name}{error.path}"
-                raise
-
-    return check_fields
-
-
 class _Walk:
     """Derive the check of a type, visiting each Struct in it once."""
 
@@ -161,7 +145,18 @@ class _Walk:
         """Return the check of the fields of a Struct."""
         if type_ not in self._structs:
             checks: list[tuple[str, Check]] = []
-            self._structs[type_] = _fields(kind, checks)  # for fields that contain the Struct itself
+
+            def check_fields(value: Any) -> None:
+                if type(value) is not kind:  # a subclass may annotate the same field differently
+                    return
+                for name, check in checks:
+                    try:
+                        check(getattr(value, name))
+                    except MismatchError as error:
+                        error.path = f".{name}{error.path}"
+                        raise
+
+            self._structs[type_] = check_fields  # for fields that contain the Struct itself
             for field in msgspec.structs.fields(type_):
                 check = self.check_of(field.type)
                 if check is not None:
