@@ -54,6 +54,7 @@ class Segment:
         self._end = Descriptor(-1)  # the reading end of the token of this process
         self.warm = WarmPages(0, mmap.PAGESIZE)
         self._awaited_bytes = 0  # in ranges that `prepare` has returned and that are not filled yet
+        self._shared: list[Range] = []  # the part of these ranges that other blocks may overlap
         self.taken: set[Range] = set()  # cold ranges, each in one chunk, whose memory is to be returned
         self._changing = threading.Lock()  # held while memory is filled or returned
         self._left = np.zeros(0)  # the time when each chunk was last used by a block
@@ -117,9 +118,13 @@ class Segment:
         A segment has more addresses than memory. If the memory would exceed the limit in bytes, apart from
         pages at the ends of blocks, idle memory between blocks is taken.
         """
-        cold = self.warm.missing(offset, nbytes)
+        present = self.warm.nbytes + self._awaited_bytes
+        cold = self.warm.missing(offset, nbytes, whole_chunks=True)
+        if present + _total(cold) > limit:
+            cold = self.warm.missing(offset, nbytes, whole_chunks=False)
+            self._take_idle_pages(present + _total(cold) - limit)
         self._awaited_bytes += _total(cold)
-        self.take_excess(limit)
+        self._shared += _at_the_ends(cold)
         return cold
 
     def provide(
@@ -163,6 +168,8 @@ class Segment:
     def filled(self, cold: list[Range], done: list[Range]) -> None:
         """Record which of the ranges from `prepare` have memory."""
         self._awaited_bytes -= _total(cold)
+        for one in _at_the_ends(cold):
+            self._shared.remove(one)
         self.warm.add(done)
 
     def take_idle(self, idle_s: float) -> list[Range]:
@@ -200,8 +207,14 @@ class Segment:
                     mapping.remove([one])
 
     def _take(self, start: int, stop: int, most: int = sys.maxsize) -> list[Range]:
-        """Mark pages of a free run as cold, to be returned."""
-        taken = self.warm.take(start, stop, most)
+        """Mark pages of a free run as cold, to be returned, except in ranges that are being filled.
+
+        Otherwise, `filled` would mark these ranges as warm although they have lost their memory.
+        """
+        taken: list[Range] = []
+        being_filled = [(low, low + length) for low, length in self._shared]
+        for low, length in gaps(start, stop, being_filled, mmap.PAGESIZE):
+            taken += self.warm.take(max(low, start), min(low + length, stop), most - _total(taken))
         self.taken.update(taken)
         return taken
 
@@ -228,6 +241,11 @@ class Segment:
 def whole_pages(nbytes: int) -> int:
     """Return a number of bytes, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _at_the_ends(cold: list[Range]) -> set[Range]:
+    """Return the first and the last range of a block, which may extend beyond it."""
+    return {*cold[:1], *cold[-1:]}
 
 
 def _total(ranges: Sequence[Range]) -> int:

@@ -1,7 +1,7 @@
 """The pages of a memory range for which the system has provided memory, as offsets.
 
-The system provides memory in pages. A request for a range is divided at the borders of *chunks*, so that it
-can be abandoned between two of them. This module does not access the memory itself.
+The system provides memory in pages. It is requested in *chunks* of many pages, so that the next small block
+finds warm memory, or in single pages if memory is scarce. This module does not access the memory itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,14 +42,21 @@ class WarmPages:
         pages = self._pages[offset // self._page : (offset + nbytes - 1) // self._page + 1]
         return 0 not in pages.tobytes()
 
-    def missing(self, offset: int, nbytes: int) -> list[Range]:
-        """List the ranges to request from the system so that a range has memory, each within one chunk."""
+    def missing(self, offset: int, nbytes: int, *, whole_chunks: bool) -> list[Range]:
+        """List the ranges to request from the system so that a range has memory, each within one chunk.
+
+        Args:
+            offset: the offset of the range in bytes.
+            nbytes: the size of the range in bytes.
+            whole_chunks: whether to request all pages of an empty chunk, and not only those in the range.
+        """
         ranges = []
         first, last = offset // self._page, (offset + nbytes - 1) // self._page + 1
         for chunk in range(offset // CHUNK_BYTES, (offset + nbytes - 1) // CHUNK_BYTES + 1):
             low, high = self._bounds(chunk)
-            low, high = max(low, first), min(high, last)
-            if 0 in self._pages[low:high].tobytes():
+            if self._some[chunk] or not whole_chunks:
+                low, high = max(low, first), min(high, last)
+            if 0 in self._pages[max(low, first) : min(high, last)].tobytes():
                 ranges.append((low * self._page, (high - low) * self._page))
         return ranges
 

@@ -143,6 +143,24 @@ def test_memory_being_filled_counts_against_the_limit() -> None:
         assert not segment.warm.has(*chunk(7))
 
 
+def test_memory_is_not_returned_from_a_chunk_being_filled() -> None:
+    with segment_of(8 * MIB) as segment:
+        cold = segment.prepare(0, 3 * MIB // 2, 8 * MIB)
+        assert cold == [chunk(0), chunk(1)], "the second has room for other blocks"
+        rest = (3 * MIB // 2, MIB // 2)
+        filled(segment, rest, chunk(5))  # for other blocks, which have ended since
+        segment.provide(cold, [])
+
+        assert segment.blocks.allocate(3 * MIB // 2) == 0
+        assert segment.take_free() == [chunk(5)]
+        segment.filled(cold, cold)
+        assert segment.warm.has(*rest)
+        segment.memory[3 * MIB // 2 : 2 * MIB] = b"x" * (MIB // 2)  # of a block that has come since
+        segment.return_memory()
+        assert bytes(segment.memory[3 * MIB // 2 : 2 * MIB]) == b"x" * (MIB // 2)
+        assert segment.take_free() == [rest]
+
+
 def test_memory_is_mapped_on_first_write_without_madv_populate_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

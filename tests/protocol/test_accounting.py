@@ -334,12 +334,14 @@ class PagesMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, self.size - 1))
         return start, data.draw(st.integers(start + 1, self.size))
 
-    @rule(data=st.data())
-    def fill(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), whole_chunks=st.booleans())
+    def fill(self, data: st.DataObject, whole_chunks: bool) -> None:
         start, stop = self.within(data)
         needed = set(range(start // PAGE, (stop - 1) // PAGE + 1))
-        missing = self.pages.missing(start, stop - start)
-        assert needed - self.warm <= pages_of(missing) <= needed
+        missing = self.pages.missing(start, stop - start, whole_chunks=whole_chunks)
+        assert pages_of(missing) >= needed - self.warm
+        if not whole_chunks:
+            assert pages_of(missing) <= needed
         assert self.pages.has(start, stop - start) == (needed <= self.warm) == (not missing)
         self.pages.add(missing)
         self.warm |= pages_of(missing)
