@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiotensor.channel import MessageClient, MessageServer
 from aiotensor.channel.client import _Session
-from aiotensor.channel.requests import ClientSession, Incoming
+from aiotensor.channel.server import Incoming, _Client
 from aiotensor.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def held_by_client(client: MessageClient[Any]) -> dict[str, int]:
     }
 
 
-def clients_of(server: MessageServer[Any]) -> list[ClientSession]:
+def clients_of(server: MessageServer[Any]) -> list[_Client]:
     """Return the clients of a server."""
     return list(server._clients.values())
 
@@ -51,20 +51,20 @@ def unidentified_at(server: MessageServer[Any]) -> int:
 
 def ready(server: MessageServer[Any]) -> list[Incoming]:
     """Return the requests that wait to be taken."""
-    return list(server._requests.ready)
+    return list(server._ready)
 
 
 def waiters_for_requests(server: MessageServer[Any]) -> int:
     """Count the tasks that wait for a request."""
-    return len(server._requests.takers) + len(server._requests.waiters)
+    return len(server._takers) + len(server._waiters)
 
 
 def held_by_server(server: MessageServer[Any]) -> dict[str, int]:
     """Count what a server holds."""
-    memory, requests, clients = server._memory, server._requests, clients_of(server)
+    memory, clients = server._memory, clients_of(server)
     return {
-        "waiting requests": len(requests.ready),
-        "requests in hand": len(requests.in_hand),
+        "waiting requests": len(server._ready),
+        "requests in hand": len(server._in_hand),
         "bytes of the arena": memory.gate.in_use + memory.gate.waiting,
         "pinned blocks": len(memory.blocks),
         "leases of requests": server._mappings.leases,

@@ -304,8 +304,6 @@ class Publisher(LoopObject):
                 try:
                     await publication.place([message])
                     return self._announce(publication, call)
-                except CopyAbandonedError:
-                    raise self.affinity.closed_error() from None
                 finally:
                     self._end(turn, publication)
 

@@ -7,13 +7,11 @@
 A request is a message that asks for an answer, and an answer is a message in the other direction that names
 it. Their tensors, and a long body, are placed in shared memory, as those of publications are.
 
-``client`` and ``server`` contain the two roles. ``requests`` contains the requests of a server; ``request``,
-``batches`` and ``cancelling`` pass them to the application.
+``client`` and ``server`` contain the two roles, and ``cancelling`` the cancellation of the tasks that answer.
 """
 
 from aiotensor.channel.client import MessageClient, Permit
-from aiotensor.channel.request import Request
-from aiotensor.channel.server import MessageServer
+from aiotensor.channel.server import MessageServer, Request
 from aiotensor.types import ClientStatistics, ServerStatistics
 
 __all__ = ["ClientStatistics", "MessageClient", "MessageServer", "Permit", "Request", "ServerStatistics"]

@@ -11,9 +11,14 @@ class CancelOnce:
     This works like `asyncio.timeout`, with a call of `cancel` in place of the timer. An anyio cancel scope is
     not suitable: it cancels the task again in each iteration of the loop until the block ends, so a task that
     shields its work would keep the processor busy.
+
+    Args:
+        calls: the number of calls of `cancel` that cancel the task, for a block that does the work of several
+            requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: int = 1) -> None:
+        self._calls = calls
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._handle: asyncio.Handle | None = None
@@ -21,8 +26,9 @@ class CancelOnce:
 
     def cancel(self) -> None:
         """Cancel the task in the next iteration of the loop, unless it leaves the block first."""
+        self._calls -= 1
         task = self._task
-        if task is not None and self._handle is None:
+        if self._calls <= 0 and task is not None and self._handle is None:
             # Not at once: the caller may be the task itself, or an eager task that it starts. A task that is
             # not suspended would be cancelled at its next wait, perhaps after the block, and before Python
             # 3.13 `uncancel` does not prevent that.

@@ -1004,7 +1004,7 @@ class _Engine:
             client._absent += 1
             client._limits_changed()
         self._next_message = session.connection.next_message
-        carried, untaken, unanswered = session.leave()
+        carried, untaken, unanswered = session.remaining()
         # A server writes that it has taken a request before its application begins. Every record was read
         # only if the server has written its last frame, or its socket has ended on the same machine.
         has_ended = session.transport.is_closed and session.transport.mover is None
@@ -1135,7 +1135,7 @@ class _Session(MessageSession):
             if request.session is self and not request.ended.done():
                 request.fail(_closed())
 
-    def leave(self) -> tuple[list[SentRequest], list[SentRequest], list[SentRequest]]:
+    def remaining(self) -> tuple[list[SentRequest], list[SentRequest], list[SentRequest]]:
         """Return the requests that were not announced, the untaken ones, and the other unanswered ones."""
         carried = list(self.carried)
         untaken = [one for one in self.untaken_requests.values() if one.session is self]

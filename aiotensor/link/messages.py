@@ -15,7 +15,7 @@ from aiotensor.codec.payload import QUICK_BODY_BYTES, TENSOR_MARK, TENSOR_TAGS, 
 from aiotensor.errors import ProtocolError, RefusedError, is_shortage
 from aiotensor.link.events import PeerLog
 from aiotensor.link.outgoing import Outgoing
-from aiotensor.link.session import Session
+from aiotensor.link.session import Session, all_accepted
 from aiotensor.memory.mappings import ForwardedBlock, Mappings, PeerMemory
 from aiotensor.memory.memory import Memory, PendingMove
 from aiotensor.protocol.connection import Connection
@@ -252,12 +252,40 @@ class MessageSession(Session):
         if not self.untaken:
             self.mappings.peer_gone(self.memory)
 
+    def leave(self) -> None:
+        """End what this end sends, and release the memory of both ends, after the end of the session."""
+        self.arena.abandon(self)
+        self.transfers.clear()
+        if self.transport.mover is not None:
+            self.arena.movers.discard(self.transport.mover)
+        self.keep_pins(self.arena)
+        self.release_memory()
+
     def abort(self) -> None:
         """Close the connection without waiting, and release the memory that no tensor uses."""
         self.transport.close()
         if not self.is_over:
             self.is_over = True
             self.mappings.peer_gone(self.memory)
+
+
+async def close_sessions(sessions: Sequence[MessageSession], memory: Memory, mappings: Mappings) -> None:
+    """End the sessions of an object that have written their last frames, and close its memory.
+
+    Waits until copies in worker threads have stopped, and at most `LAST_RECORDS_S` until the connections have
+    accepted all records. Cancellation skips these waits.
+    """
+    try:
+        await all_accepted(sessions)
+        for session in sessions:
+            session.keep_pins(memory)
+        await memory.aclose()
+        await mappings.settle()
+    finally:
+        for session in sessions:
+            session.abort()
+        memory.close()
+        mappings.close()
 
 
 S = TypeVar("S", bound=MessageSession)

@@ -12,7 +12,7 @@ from aiotensor.codec.cost import cost_of
 from aiotensor.codec.payload import MAX_BODY_TENSOR_BYTES, Payload, check_body
 from aiotensor.errors import WouldBlockError
 from aiotensor.memory.arena import Block, whole_pages
-from aiotensor.memory.copying import QUICK_BYTES
+from aiotensor.memory.copying import QUICK_BYTES, CopyAbandonedError
 from aiotensor.memory.gates import StuckError
 from aiotensor.memory.mappings import Forwardable, ForwardedBlock
 from aiotensor.memory.memory import Memory
@@ -121,7 +121,6 @@ class Outgoing(msgspec.Struct, eq=False):
             UnsupportedTensorError: a tensor cannot be sent unchanged.
             TooLargeError: the message can never be sent.
             WouldBlockError: the wait for memory would never end.
-            CopyAbandonedError: the memory was closed.
             OSError: the machine has no memory, threads or descriptors left.
         """
         payload = Payload(room=self.max_inline_bytes)
@@ -248,9 +247,12 @@ class Outgoing(msgspec.Struct, eq=False):
         memory, holder = self.memory, self if self.holder is None else self.holder
         try:
             block = memory.try_acquire(nbytes, holder) or await memory.acquire(nbytes, holder)
+            await memory.copy(source, block, holder)
         except StuckError:
             raise self.no_space(nbytes, is_stuck=True) from None
-        await memory.copy(source, block, holder)
+        except CopyAbandonedError:
+            self.check()  # the memory was closed with its owner
+            raise
         self.owned.add(block)
         self.check()
         return block

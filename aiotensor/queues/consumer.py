@@ -6,8 +6,7 @@ from typing import Generic, Self, TypeVar
 
 import msgspec
 
-from aiotensor.channel.requests import Cause, Incoming, Requests
-from aiotensor.channel.server import MessageServer
+from aiotensor.channel.server import MessageServer, Request
 from aiotensor.errors import AioTensorError, ClosedError, PeerLostError, UsageError, WouldBlockError
 from aiotensor.queues.folder import QueueSettings, SlotState
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
@@ -26,7 +25,7 @@ _MAX_WAITING = 2
 # kernel may report it before it releases the lock of the process, and a producer may die before it connects.
 _FIRST_CHECK_S, _LAST_CHECK_S = 0.01, 1.0
 
-_NO_ANSWER = Cause(UsageError.__name__, "a queue answers no messages")  # producers ask for none
+_NO_ANSWER = UsageError("a queue answers no messages")  # producers ask for none
 
 
 class ConsumerStatistics(msgspec.Struct, frozen=True):
@@ -93,11 +92,11 @@ class QueueConsumer(LoopObject, Generic[M]):
         self._server = server
         return self
 
-    def _opened(self) -> Requests[M]:
+    def _opened(self) -> MessageServer[M]:
         self.affinity.check()
         if self._server is None:
             raise AssertionError("a consumer that is open has its server")
-        return self._server._requests
+        return self._server
 
     async def get(self, *, timeout: float | None = None) -> M:
         """Take the next message of any producer, and return it.
@@ -122,18 +121,21 @@ class QueueConsumer(LoopObject, Generic[M]):
 
     async def _next(self) -> M:
         while True:
-            requests = self._opened()
-            taken = await requests.take(waits=False)
-            if taken is not None:
-                return self._take(requests, *taken)
+            server = self._opened()
+            request = await server._take(waits=False)
+            if request is not None:
+                return self._take(request)
             self._opened()  # it may have been closed during the decoding of a refused message
             if self._timer is None:
                 self._raise_at_end()
-            self._check_within(requests, _FIRST_CHECK_S)
+            self._check_within(server, _FIRST_CHECK_S)
             self._waiting += 1
             self._absence.begin()
             try:
-                await requests.arrival()
+                await server._takers.wait()
+            except asyncio.CancelledError:
+                server._takers.wake_one()  # in place of this task, which may have been woken
+                raise
             finally:
                 self._waiting -= 1
                 if not self._waiting:
@@ -144,39 +146,39 @@ class QueueConsumer(LoopObject, Generic[M]):
 
         This thread decodes even a large message. Errors are otherwise those of `get`.
         """
-        requests = self._opened()
-        taken = requests.take_now()
-        if taken is not None:
-            return self._take(requests, *taken)
+        request = self._opened()._take_now()
+        if request is not None:
+            return self._take(request)
         self._raise_at_end()
         raise WouldBlockError("no message has arrived in this consumer")
 
-    def _take(self, requests: Requests[M], incoming: Incoming, message: M) -> M:
-        requests.fail(incoming, _NO_ANSWER)
+    def _take(self, request: Request[M]) -> M:
+        message = request.message
+        request._server._fail(request._incoming, _NO_ANSWER)
         self._taken += 1
         return message
 
     # The end of the queue. All waiting calls share its checks, each of which takes several system calls.
 
-    def _check_within(self, requests: Requests[M], delay: float) -> None:
+    def _check_within(self, server: MessageServer[M], delay: float) -> None:
         """Check after at most `delay` seconds, and then at growing intervals while calls wait."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._timer.when() <= loop.time() + delay:
                 return
             self._timer.cancel()
-        self._timer = loop.call_later(delay, self._check, requests, delay)
+        self._timer = loop.call_later(delay, self._check, server, delay)
 
-    def _check(self, requests: Requests[M], delay: float) -> None:
+    def _check(self, server: MessageServer[M], delay: float) -> None:
         self._timer = None
         if not self._waiting:
             return
         try:
             self._raise_at_end()
         except AioTensorError:
-            requests.wake()  # each call finds the end itself
+            server._wake()  # each call finds the end itself
         else:
-            self._check_within(requests, min(2 * delay, _LAST_CHECK_S))
+            self._check_within(server, min(2 * delay, _LAST_CHECK_S))
 
     def _raise_at_end(self) -> None:
         """Raise an error if no producer is open, and none is expected."""

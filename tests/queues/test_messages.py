@@ -20,7 +20,7 @@ from aiotensor import (
     UsageError,
     WouldBlockError,
 )
-from aiotensor.channel.requests import Requests
+from aiotensor.channel.server import MessageServer
 from aiotensor.queues import ConsumerStatistics, ProducerStatistics
 from aiotensor.runtime import outage
 from tests.cancellation.situations import SLOW
@@ -162,7 +162,7 @@ async def test_a_long_wait_for_producers_is_logged(
 
 
 async def test_a_message_wakes_one_of_the_waiting_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, real = 0, Requests.take
+    looks, real = 0, MessageServer._take
 
     async def take(self: Any, **options: Any) -> Any:
         nonlocal looks
@@ -172,7 +172,7 @@ async def test_a_message_wakes_one_of_the_waiting_calls(monkeypatch: pytest.Monk
     async with opened(message_type=int) as ends:
         getting = [asyncio.create_task(ends.consumer.get()) for _ in range(1000)]
         await asyncio.sleep(0)
-        monkeypatch.setattr(Requests, "take", take)
+        monkeypatch.setattr(MessageServer, "_take", take)
         for number in range(1000):
             await ends.producer.put(number)
         assert sorted(await asyncio.gather(*getting)) == list(range(1000))
