@@ -19,7 +19,7 @@ def sessions_of(client: MessageClient[Any]) -> list[_Session]:
 
 def unanswered(client: MessageClient[Any]) -> int:
     """Count the messages that were announced or wait for an answer, over all servers."""
-    return sum(engine.in_flight for engine in client._engines)
+    return sum(session.in_flight for session in sessions_of(client))
 
 
 def held_by_client(client: MessageClient[Any]) -> dict[str, int]:

@@ -21,6 +21,8 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
+from math import inf
 from multiprocessing.queues import Queue
 from time import monotonic
 from types import TracebackType
@@ -32,7 +34,6 @@ from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import check_body
 from aiotensor.errors import (
     AioTensorError,
-    ClosedError,
     PeerLostError,
     ProtocolError,
     RefusedError,
@@ -44,9 +45,8 @@ from aiotensor.errors import (
     again,
 )
 from aiotensor.link.events import ALLOCATED, PeerLog, log_long_wait
-from aiotensor.link.messages import Arrived, MessageSession, trace_context_of
+from aiotensor.link.messages import Arrived, MessageSession, close_sessions, trace_context_of
 from aiotensor.link.outgoing import Outgoing
-from aiotensor.link.session import all_accepted
 from aiotensor.memory.arena import whole_pages
 from aiotensor.memory.copying import CopyAbandonedError
 from aiotensor.memory.gates import Gate, StuckError, WaitLimits
@@ -95,10 +95,10 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
         client: the client.
         permit: its permit; None once a server has taken the message.
         asks: whether it asks for an answer.
-        target: the only server that may get it; None for any server.
+        engines: the servers that may get it.
         trace: the trace context of the call; None without tracing.
         session: the session over which it was announced; None before and after that.
-        number: its number in this session.
+        number: its number in this session; None before its announcement.
         ended: completes with the answer; without one, when the message was announced.
         alarm: ends the wait for a server.
         began: when the call began, by `time.monotonic`.
@@ -107,10 +107,10 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
     client: "MessageClient[Any]"
     permit: Ticket[None] | None
     asks: bool
-    target: "_Engine | None"
+    engines: "Sequence[_Engine]"
     trace: TraceContext | None
     session: "_Session | None" = None
-    number: int = 0
+    number: int | None = None
     ended: "asyncio.Future[_Answer | None]"
     alarm: asyncio.TimerHandle | None = None
     began: float
@@ -126,7 +126,7 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
 
     def check(self) -> None:
         """Raise `ClosedError` if the client was closed."""
-        self.client._check_open()
+        self.client.affinity.check_open()
 
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of a wait for memory that would never end."""
@@ -233,7 +233,9 @@ class MessageClient(LoopObject, Generic[R]):
         )
         self._mappings = Mappings()
         self._engines = [_Engine(self, route) for route in routes]
-        self._turns = random.sample(self._engines, len(self._engines))  # the next one first
+        self._turns = count()  # of the servers, among those with the same load
+        for engine in random.sample(self._engines, len(self._engines)):
+            engine.turn = next(self._turns)
         self._held: dict[Ticket[None], SentRequest | Permit] = {}  # the permits in use, the oldest first
         self._waiting: deque[SentRequest] = deque()  # for a server, in the order of the calls
         self._absence = Absence(self._label, self._missing)
@@ -250,7 +252,10 @@ class MessageClient(LoopObject, Generic[R]):
             for engine in self._engines:
                 engine.open()
         except BaseException:
-            self._abort()
+            for engine in self._engines:
+                engine.close()
+            self._memory.close()
+            self._mappings.close()
             self.affinity.close()
             raise
         self.affinity.settle(self, self._label)
@@ -299,13 +304,13 @@ class MessageClient(LoopObject, Generic[R]):
                 if nbytes > self._max_bytes:
                     raise too_large(nbytes, self._max_bytes)
                 self._permits.on_release = self._memory.gate.on_release = self._changes.wake
-            self._try_again(None)
+            self._try_again(self._engines)
             await until(partial(self._is_ready_for, nbytes), self._changes, self._max_wait_s, self._not_ready)
 
     def _is_ready_for(self, nbytes: int | None) -> bool | None:
-        self._check_open()
+        self.affinity.check_open()
         if not any(engine.is_admitted for engine in self._engines):
-            if (error := self._hopeless(None)) is not None:
+            if (error := self._hopeless(self._engines)) is not None:
                 raise error
             return None
         if nbytes is None:
@@ -395,7 +400,7 @@ class MessageClient(LoopObject, Generic[R]):
                     except BaseException as error:
                         answer.finish()
                         if isinstance(error, ProtocolError) and self.affinity.is_closed:
-                            raise _closed() from None  # the memory of the answer is gone
+                            raise self.affinity.closed_error() from None  # its memory is gone
                         raise
                     finally:
                         del answer
@@ -429,7 +434,7 @@ class MessageClient(LoopObject, Generic[R]):
         with self._errors:
             box = [message]
             del message
-            self._check()
+            self.affinity.check()
             with tracing.Traced("send message", self._label):
                 request = await self._place(box, target, inside, asks=False)
                 try:
@@ -441,35 +446,32 @@ class MessageClient(LoopObject, Generic[R]):
                     self._end(request)
                     raise
 
-    def _engine(self, target: int) -> "_Engine":
-        if not 0 <= target < len(self._engines):
-            count = len(self._engines)
-            raise ValueError(f"target must be the index of one of the {count} servers, got {target}")
-        return self._engines[target]
-
     async def _place(
         self, box: list[object], target: int | None, inside: "Permit | None", *, asks: bool
     ) -> SentRequest:
         """Acquire a permit, place a message in memory, and announce it, or queue it for a server."""
-        engine = None if target is None else self._engine(target)
+        engines = self._engines
+        if target is not None:
+            if not 0 <= target < len(engines):
+                count = len(engines)
+                raise ValueError(f"target must be the index of one of the {count} servers, got {target}")
+            engines = [engines[target]]
         if self._absent:
-            self._try_again(engine)
+            self._try_again(engines)
         permit = None if inside is None else inside._use(self)
         if permit is None:
             permit = self._permits.try_request(1) or await self._permits.acquire(1)
-        request = self._new_request(permit, engine, inside, asks=asks)
+        request = self._new_request(permit, engines, inside, asks=asks)
         try:
             await request.place(box)
             self._submit(request)
-        except BaseException as error:
+        except BaseException:
             self._end(request)
-            if isinstance(error, CopyAbandonedError):
-                raise _closed() from None
             raise
         return request
 
     def _new_request(
-        self, permit: Ticket[None], target: "_Engine | None", inside: "Permit | None", *, asks: bool
+        self, permit: Ticket[None], engines: "Sequence[_Engine]", inside: "Permit | None", *, asks: bool
     ) -> SentRequest:
         request = self._held[permit] = SentRequest(
             self._memory,
@@ -479,7 +481,7 @@ class MessageClient(LoopObject, Generic[R]):
             client=self,
             permit=permit,
             asks=asks,
-            target=target,
+            engines=engines,
             trace=None if (tracer := tracing.tracer) is None else tracer.context(),
             ended=self._loop.create_future(),
             began=monotonic(),
@@ -492,9 +494,9 @@ class MessageClient(LoopObject, Generic[R]):
 
     def _submit(self, request: SentRequest) -> None:
         """Announce a request to a server that has capacity, or queue it."""
-        session = self._choose(request.target)  # the requests that wait cannot be sent to any server now
+        session = self._choose(request.engines)  # the requests that wait cannot be sent to any server now
         if session is None:
-            self._try_again(request.target)
+            self._try_again(request.engines)
             self._waiting.append(request)
             self._began_to_wait(request)
             return
@@ -505,39 +507,33 @@ class MessageClient(LoopObject, Generic[R]):
         else:
             session.announce(request)
 
-    def _candidates(self, target: "_Engine | None") -> "list[_Engine]":
-        return self._engines if target is None else [target]
-
-    def _choose(self, target: "_Engine | None") -> "_Session | None":
+    def _choose(self, engines: "Sequence[_Engine]") -> "_Session | None":
         """Return the server with the fewest untaken requests, then with the fewest unanswered ones."""
         best: _Session | None = None
-        least = (0, 0)
-        for engine in self._turns if target is None else (target,):
+        least = (0, 0, 0)
+        for engine in engines:
             session = engine.session
             if (
                 session is None
                 or session.connection.state is not OPEN
                 or not session.transport.is_writable
-                or (untaken := len(session.untaken_requests) + len(session.carried)) >= session.window
+                or (untaken := len(session.untaken_requests)) >= session.window
             ):
                 continue
-            if len(self._turns) == 1:
+            if len(engines) == 1:
                 return session
-            load = (untaken, session.in_flight)
+            load = (untaken, session.in_flight, engine.turn)
             if best is None or load < least:
                 best, least = session, load
-        if best is not None:  # in rotation among equals
-            self._turns.remove(best.engine)
-            self._turns.append(best.engine)
+        if best is not None:
+            best.engine.turn = next(self._turns)
         return best
 
     def _limits_changed(self) -> None:
         """Find the largest body that a connected server accepts; None for no limit, or without a server."""
-        limits = [
-            one.session.max_body_bytes for one in self._engines if one.session is not None and one.is_admitted
-        ]
-        known = [limit for limit in limits if limit is not None]
-        self._largest_body = max(known) if known and len(known) == len(limits) else None
+        sessions = [one.session for one in self._engines if one.session is not None and one.is_admitted]
+        limits = [session.max_body_bytes for session in sessions]
+        self._largest_body = max(limits, key=lambda limit: inf if limit is None else limit, default=None)
 
     def _changed(self) -> None:
         """Announce waiting requests, or fail them, because a server has changed."""
@@ -551,11 +547,11 @@ class MessageClient(LoopObject, Generic[R]):
             while not self._is_dispatched:
                 self._is_dispatched = True
                 for request in list(self._waiting):
-                    session = self._choose(request.target)
+                    session = self._choose(request.engines)
                     if session is not None:
                         self._unqueue(request)
                         session.ask(request)
-                    elif (error := self._hopeless(request.target)) is not None:
+                    elif (error := self._hopeless(request.engines)) is not None:
                         self._unqueue(request)
                         request.fail(error)
         finally:
@@ -564,7 +560,7 @@ class MessageClient(LoopObject, Generic[R]):
     def _requeue(self, requests: Sequence[SentRequest]) -> None:
         """Queue requests again that a lost server has not taken, before the others."""
         for request in reversed(requests):
-            request.session = None
+            request.number = None
             self._waiting.appendleft(request)
             self._began_to_wait(request)
 
@@ -584,13 +580,12 @@ class MessageClient(LoopObject, Generic[R]):
 
     def _waited_too_long(self, request: SentRequest) -> None:
         self._unqueue(request)
-        request.fail(self._no_capacity(request.target))
+        request.fail(self._no_capacity(request.engines, f"{self._max_wait_s:g} s"))
 
-    def _hopeless(self, target: "_Engine | None") -> AioTensorError | None:
+    def _hopeless(self, engines: "Sequence[_Engine]") -> AioTensorError | None:
         """Return the error of a request that no server will take; None if one may take it."""
         if self.affinity.is_closed:
-            return _closed()
-        engines = self._candidates(target)
+            return self.affinity.closed_error()
         failures = [one.failure for one in engines if one.failure is not None]
         if len(failures) == len(engines):
             return again(failures[0])
@@ -598,14 +593,14 @@ class MessageClient(LoopObject, Generic[R]):
         if all(
             one.failure is not None or (one.outage.is_too_long and one.session is None) for one in engines
         ):
-            return self._unavailable(engines)
+            return self._no_capacity(engines, f"the grace period of {self._grace_s:g} s")
         return None
 
-    def _try_again(self, target: "_Engine | None") -> None:
+    def _try_again(self, engines: "Sequence[_Engine]") -> None:
         """Connect to the servers that are not connected; raise an error if none will be."""
-        for one in self._candidates(target):
+        for one in engines:
             one.connect_now()
-        if (error := self._hopeless(target)) is not None:
+        if (error := self._hopeless(engines)) is not None:
             raise error
 
     def _end(self, request: SentRequest) -> None:
@@ -641,26 +636,6 @@ class MessageClient(LoopObject, Generic[R]):
                 request.holder = None  # a permit, which refers to the request
             del self._held[permit]
             self._permits.release(permit)
-
-    # Permits and memory
-
-    async def _allocate(self, shape: Sequence[int], dtype: torch.dtype, holder: "Permit") -> torch.Tensor:
-        """Return an uninitialized tensor for the request of a permit; see `Permit.allocate`."""
-        self._check()
-        sizes, nbytes = sizes_of(shape, dtype, self._arena_bytes)
-        if nbytes == 0:
-            return new_empty(sizes, dtype)
-        memory, nbytes = self._memory, whole_pages(nbytes)
-        try:
-            block = memory.try_acquire(nbytes, holder) or await memory.acquire(nbytes, holder)
-            tensor = await memory.tensor_over(block, dtype, sizes, holder)
-        except StuckError:
-            raise self._would_block(_STUCK, 0, nbytes) from None
-        except CopyAbandonedError:
-            self._check_open()
-            raise UsageError("the request of this permit has ended during this call") from None
-        self._check_open()
-        return tensor
 
     def _segment_closed(self, segment: ForeignSegment) -> None:
         for engine in self._engines:
@@ -716,17 +691,19 @@ class MessageClient(LoopObject, Generic[R]):
                 await self._close()
 
     async def _close(self) -> None:
-        self._permits.fail(_closed)
-        self._memory.gate.fail(_closed)
+        closed = self.affinity.closed_error
+        self._permits.fail(closed)
+        self._memory.gate.fail(closed)
         self._changes.wake()
         self._absence.end()
         while self._waiting:
             request = self._waiting[0]
             self._unqueue(request)
-            request.fail(_closed())
+            request.fail(closed())
         sessions = [engine.session for engine in self._engines if engine.session is not None]
-        for session in sessions:
-            session.fail()
+        for request in [request for session in sessions for request in session.waiting()]:
+            if not request.ended.done():
+                request.fail(closed())
         for engine in self._engines:
             engine.close()
         try:
@@ -734,37 +711,15 @@ class MessageClient(LoopObject, Generic[R]):
             self._mappings.freed.collect_all()
             for session in sessions:
                 session.close()
-            await all_accepted(sessions)
-            for session in sessions:
-                session.keep_pins(self._memory)
-            await self._memory.aclose()
-            await self._mappings.settle()
+            await close_sessions(sessions, self._memory, self._mappings)
         finally:
-            self._abort()
-
-    def _abort(self) -> None:
-        for engine in self._engines:
-            engine.close()
-            if engine.session is not None:
-                engine.session.abort()
-                engine.session = None
-        self._memory.close()
-        self._mappings.close()
-        self._log.close()
+            self._log.close()
 
     def _details(self) -> list[str]:
         details = [f"at {self._label}"]
         if self.affinity.is_open:
             details.append(f"{self._permits.in_use} of {self._permits.limit} messages in flight")
         return details
-
-    def _check(self) -> None:
-        if asyncio._get_running_loop() is not self.affinity.open_in:
-            self.affinity.check()
-
-    def _check_open(self) -> None:
-        if self.affinity.is_closed:
-            raise _closed()
 
     # Errors and the log
 
@@ -789,24 +744,19 @@ class MessageClient(LoopObject, Generic[R]):
             bytes=Usage(memory.limit, memory.in_use, nbytes),
         )
 
-    def _no_capacity(self, target: "_Engine | None") -> WouldBlockError:
-        engines = self._candidates(target)
+    def _no_capacity(self, engines: "Sequence[_Engine]", period: str) -> WouldBlockError:
+        """Return the error of a wait for servers; an `UnavailableError` if none is connected."""
         is_connected = any(engine.is_admitted for engine in engines)
+        several = f"none of the {len(engines)} servers"
+        which = several if len(engines) > 1 else f"no server at {engines[0].label}"
         what = "has had capacity for this message" if is_connected else "could be reached"
-        return (WouldBlockError if is_connected else UnavailableError)(
-            f"{_none_of(engines)} {what} for {self._max_wait_s:g} s", messages=Usage(requested=1)
-        )
+        kind = WouldBlockError if is_connected else UnavailableError
+        return kind(f"{which} {what} for {period}", messages=Usage(requested=1))
 
     def _not_ready(self) -> WouldBlockError:
         if any(engine.is_admitted for engine in self._engines):
             return self._overdue("the client was not ready", 1, 0)
-        return self._no_capacity(None)
-
-    def _unavailable(self, engines: "Sequence[_Engine]") -> UnavailableError:
-        return UnavailableError(
-            f"{_none_of(engines)} could be reached for the grace period of {self._grace_s:g} s",
-            messages=Usage(requested=1),
-        )
+        return self._no_capacity(self._engines, f"{self._max_wait_s:g} s")
 
 
 class Permit:
@@ -821,6 +771,8 @@ class Permit:
     Entering the block waits for a permit, at most `max_wait_s`, and raises the errors of this wait as
     `MessageClient.request` does. If the block ends without a request, the permit is released.
     """
+
+    _state = "acquired, its request not begun"  # for statistics and the log
 
     def __init__(self, client: MessageClient[Any]) -> None:
         self._client = client
@@ -838,16 +790,11 @@ class Permit:
         self._is_entered = True
         client = self._client
         with client._errors:
-            client._check()
-            client._try_again(None)
+            client.affinity.check()
+            client._try_again(client._engines)
             self._ticket = client._permits.try_request(1) or await client._permits.acquire(1)
             client._held[self._ticket] = self
         return self
-
-    @property
-    def _state(self) -> str:
-        """The state in words, for statistics and the log."""
-        return "acquired, its request not begun"
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor in shared memory for the request, which is sent without a copy.
@@ -868,17 +815,31 @@ class Permit:
             OSError: the machine has no shared memory or no descriptors left.
             ClosedError: the client was closed.
         """
-        with self._client._errors:
+        client = self._client
+        with client._errors:
             if self._ticket is None:
                 raise UsageError("this permit is not in use: `async with client.permit() as permit`")
-            return await self._client._allocate(shape, dtype, self)
+            client.affinity.check()
+            sizes, nbytes = sizes_of(shape, dtype, client._arena_bytes)
+            if nbytes == 0:
+                return new_empty(sizes, dtype)
+            memory, nbytes = client._memory, whole_pages(nbytes)
+            try:
+                block = memory.try_acquire(nbytes, self) or await memory.acquire(nbytes, self)
+                tensor = await memory.tensor_over(block, dtype, sizes, self)
+            except StuckError:
+                raise client._would_block(_STUCK, 0, nbytes) from None
+            except CopyAbandonedError:
+                client.affinity.check_open()
+                raise UsageError("the request of this permit has ended during this call") from None
+            client.affinity.check_open()
+            return tensor
 
     def _use(self, client: MessageClient[Any]) -> Ticket[None]:
         """Return the permit for a request, once."""
-        ticket, self._ticket = self._ticket, None
         if client is not self._client:
-            self._ticket = ticket
             raise ValueError("`inside` must be a permit of this client")
+        ticket, self._ticket = self._ticket, None
         if ticket is None:
             raise UsageError("this permit is not in use, or a request has used it: acquire another")
         return ticket
@@ -905,7 +866,7 @@ class _Engine:
         session: the connection, if there is one.
         failure: why no server can be connected, until a call asks for it again.
         outage: measures for how long no server has admitted the client.
-        in_flight: the number of messages that are announced or wait for an answer.
+        turn: its place in the order of servers with the same load.
         counts: the counters of `EngineStatistics`.
         answered: counts the durations until answers.
     """
@@ -914,6 +875,7 @@ class _Engine:
         self.label = route.label
         self.session: _Session | None = None
         self.failure: AioTensorError | None = None
+        self.turn = 0
         self.counts = new_counts(EngineStatistics)
         self.answered = WaitCounter()
         self.outage = Outage(client._grace_s, client._changed)
@@ -931,7 +893,8 @@ class _Engine:
         self._connector.connect()
 
     def close(self) -> None:
-        """Stop connecting."""
+        """Stop connecting, and use the connection no more."""
+        self.session = None
         self.outage.end()
         if self._connector is not None:
             self._connector.close()
@@ -942,11 +905,6 @@ class _Engine:
     def is_admitted(self) -> bool:
         """Whether a server has admitted the client and is connected."""
         return self.session is not None and self.session.connection.state is OPEN
-
-    @property
-    def in_flight(self) -> int:
-        """The number of messages that are announced, or wait for an answer."""
-        return 0 if self.session is None else self.session.in_flight
 
     def connect_now(self) -> None:
         """Connect now, if there is no connection and no attempt is scheduled."""
@@ -961,7 +919,7 @@ class _Engine:
             self.counts,
             address=self.label,
             connected=int(self.is_admitted),
-            in_flight=self.in_flight,
+            in_flight=0 if self.session is None else self.session.in_flight,
             answer_times=self.answered.waits(),
         )
 
@@ -990,12 +948,6 @@ class _Engine:
         self.failure = error
         self._client._changed()
 
-    def admitted(self) -> None:
-        """Handle the hello of the server."""
-        self.outage.end()
-        self._client._limits_changed()
-        self._client._changed()
-
     def lost(self, session: "_Session", loss: Loss) -> None:
         """Queue the untaken requests again, fail the others, and connect again if that is possible."""
         client = self._client
@@ -1004,20 +956,17 @@ class _Engine:
             client._absent += 1
             client._limits_changed()
         self._next_message = session.connection.next_message
-        carried, untaken, unanswered = session.remaining()
         # A server writes that it has taken a request before its application begins. Every record was read
         # only if the server has written its last frame, or its socket has ended on the same machine.
         has_ended = session.transport.is_closed and session.transport.mover is None
-        if not (client._sends_again and (loss.is_last or has_ended)):
-            untaken, unanswered = [], [*untaken, *unanswered]
-        if client._sends_again:
-            untaken += carried
-        else:
-            unanswered += carried
-        if session.transport.mover is not None:
-            client._memory.movers.discard(session.transport.mover)
-        session.keep_pins(client._memory)
-        session.release_memory()
+        is_known = client._sends_again and (loss.is_last or has_ended)
+        untaken: list[SentRequest] = []
+        unanswered: list[SentRequest] = []
+        for request in session.waiting():
+            request.session = None
+            is_safe = request.number is None or (is_known and request.permit is not None)
+            (untaken if is_safe else unanswered).append(request)
+        session.leave()
         if client.affinity.is_closed:
             return  # its calls have ended, and the server has closed the connection in return
         self.counts["refusals" if isinstance(loss.error, RefusedError) else "losses"] += 1
@@ -1040,8 +989,8 @@ class _Session(MessageSession):
         window: the maximum number of requests that the server has not taken.
         max_body_bytes: the maximum size of the body of a request in bytes; None for no limit.
         engine: the server.
-        carried: the requests that are not announced yet, because their blocks are being moved.
-        untaken_requests: the requests that the server has not taken, by their numbers.
+        untaken_requests: the requests that the server has not taken, announced or not.
+        announced: the requests that were announced, and are neither answered nor, without an answer, taken.
     """
 
     def __init__(
@@ -1052,26 +1001,26 @@ class _Session(MessageSession):
         self.window = 0
         self.max_body_bytes: int | None = None
         self.engine = engine
-        self.carried: dict[SentRequest, None] = {}
-        self.untaken_requests: dict[int, SentRequest] = {}
-        self._unanswered: dict[int, SentRequest] = {}
+        self.untaken_requests: dict[SentRequest, None] = {}
+        self.announced: dict[int, SentRequest] = {}
         self._client = client
 
-    def all_untaken(self) -> list[SentRequest]:
-        """Return the requests that the server has not taken, in order."""
-        return [one for one in (*self.untaken_requests.values(), *self.carried) if one.session is self]
+    def waiting(self) -> list[SentRequest]:
+        """Return the requests that wait to be taken or answered, in order, without those withdrawn."""
+        requests = dict.fromkeys((*self.untaken_requests, *self.announced.values()))
+        return [request for request in requests if request.session is self]
 
     @property
     def in_flight(self) -> int:
-        """The number of messages that are announced, or wait for an answer."""
-        return len(self.carried) + len(self.untaken_requests.keys() | self._unanswered.keys())
+        """The number of messages that are being moved, are announced, or wait for an answer."""
+        return len(self.transfers) + len(self.announced)
 
     def ask(self, request: SentRequest) -> None:
         """Announce a request, after its blocks were moved."""
         try:
             check_body(request.body_bytes, self.max_body_bytes)
             request.session = self
-            self.carried[request] = None
+            self.untaken_requests[request] = None
             self.post(request, partial(self.announce, request))
         except TooLargeError as error:
             request.fail(error)
@@ -1079,20 +1028,17 @@ class _Session(MessageSession):
             if request.ended.done():  # its call has returned, so it is sent again on another connection
                 self.unwritable(error)
                 return
-            del self.carried[request]
+            del self.untaken_requests[request]
             request.session = None
             request.ended.set_exception(error)
 
     def announce(self, request: SentRequest) -> None:
         """Announce a request whose blocks the server can read."""
-        if self.carried:
-            self.carried.pop(request, None)
         request.session = self
-        connection, unanswered = self.connection, self._unanswered
+        connection = self.connection
         number = request.number = connection.next_message
-        self.untaken_requests[number] = request
-        if request.asks:
-            unanswered[number] = request
+        self.untaken_requests[request] = None
+        self.announced[number] = request
         content = request.content
         if request.content_block is None:  # as `frame`, without a call
             frame = Message(number, INLINE, content, len(content), None, request.trace, request.asks)
@@ -1101,14 +1047,13 @@ class _Session(MessageSession):
         try:
             # With few messages in flight, the server probably waits for the next one. Otherwise the messages
             # of one iteration of the event loop share a record.
-            if waits := len(unanswered) > _FEW_MESSAGES:
+            if waits := len(self.announced) > _FEW_MESSAGES:
                 self.schedule_flush()
             for record in connection.post(frame, waits=waits):
                 self.transport.write(record)
         except OSError as error:
-            del self.untaken_requests[number]
-            unanswered.pop(number, None)
-            self.carried[request] = None  # no part of it was written, so it waits for another server
+            del self.announced[number]
+            request.number = None  # no part of it was written, so it waits for another server
             self.unwritable(error)
             return
         self.engine.counts["messages_sent"] += 1
@@ -1119,35 +1064,13 @@ class _Session(MessageSession):
     def withdraw(self, request: SentRequest) -> None:
         """Withdraw a request that no call waits for any more; its answer is dropped."""
         request.session = None
-        if request in self.carried:
-            del self.carried[request]
+        if request.number is None:
+            del self.untaken_requests[request]
             self.unpost(request)
             self._client._changed()
-            return
-        was_unanswered = self._unanswered.pop(request.number, None) is not None
-        if (was_unanswered or request.number in self.untaken_requests) and not self.is_over:
+        elif request.number in self.announced:
             self.connection.discard(request.number)
             self.schedule_flush()
-
-    def fail(self) -> None:
-        """End the calls that wait for an announcement or an answer, because the client was closed."""
-        for request in [*self.carried, *self.untaken_requests.values(), *self._unanswered.values()]:
-            if request.session is self and not request.ended.done():
-                request.fail(_closed())
-
-    def remaining(self) -> tuple[list[SentRequest], list[SentRequest], list[SentRequest]]:
-        """Return the requests that were not announced, the untaken ones, and the other unanswered ones."""
-        carried = list(self.carried)
-        untaken = [one for one in self.untaken_requests.values() if one.session is self]
-        unanswered = [one for number, one in self._unanswered.items() if number not in self.untaken_requests]
-        for request in unanswered:
-            request.session = None
-        self.arena.abandon(self)
-        self.carried.clear()
-        self.untaken_requests.clear()
-        self._unanswered.clear()
-        self.transfers.clear()
-        return carried, untaken, unanswered
 
     # Frames
 
@@ -1157,8 +1080,11 @@ class _Session(MessageSession):
             match frame:
                 case Taken():
                     for number in frame.messages:
-                        taken = self.untaken_requests.pop(number, None)
-                        if taken is not None:
+                        taken = self.announced.get(number)
+                        if taken is not None and taken in self.untaken_requests:
+                            del self.untaken_requests[taken]
+                            if not taken.asks:
+                                del self.announced[number]
                             self._client._took(taken)
                     if self._client._waiting or self._client._changes:
                         self._client._changed()
@@ -1172,8 +1098,8 @@ class _Session(MessageSession):
                     if frame.trace is not None:
                         answer.trace_context = trace_context_of(frame)
                     self.untaken += 1
-                    request = self._unanswered.pop(frame.answers, None)
-                    if request is None or request.ended.done():
+                    request = self.announced.pop(frame.answers, None)
+                    if request is None or request.session is not self or request.ended.done():
                         answer.finish()  # it was cancelled
                     else:
                         self.engine.counts["answers"] += 1
@@ -1181,30 +1107,34 @@ class _Session(MessageSession):
                         request.session = None
                         request.ended.set_result(answer)
                 case Failure():
-                    request = self._unanswered.pop(frame.message, None)
-                    if request is not None:
+                    request = self.announced.pop(frame.message, None)
+                    if request is None:
+                        self._client._refused(self._error(frame))
+                    elif request.session is self:
                         self.engine.counts["failures"] += 1
                         request.session = None
                         request.fail(self._error(frame))
-                    else:
-                        self._client._refused(self._error(frame))
                 case Hello():
                     if frame.is_admitted:
                         self.memory.arena_bytes = frame.arena_bytes
                         self.window = frame.max_waiting
                         self.max_body_bytes = frame.max_body_bytes
-                        self.engine.admitted()
+                        self.engine.outage.end()
+                        self._client._limits_changed()
+                        self._client._changed()
                 case _:
                     self.control(frame, descriptors)
             if self.is_over:
                 break
 
     def _discarded(self, number: int) -> None:
-        request = self.untaken_requests.pop(number, None)
+        request = self.announced.pop(number, None)
         if request is None:
             return
-        self.unpost(request)
-        if self._unanswered.pop(number, None) is not None:
+        if request in self.untaken_requests:
+            del self.untaken_requests[request]
+            self.unpost(request)
+        if request.asks and request.session is self:
             request.fail(PeerLostError(f"{self.name} discarded this message", pid=self.pid))
         self._client._took(request)
         self._client._changed()
@@ -1218,6 +1148,8 @@ class _Session(MessageSession):
     def lost(self, loss: Loss) -> None:
         """Handle the end of the session."""
         self.engine.lost(self, loss)
+        self.untaken_requests.clear()
+        self.announced.clear()
 
     def resume_writing(self) -> None:
         """Announce waiting requests, because the transport accepts records again."""
@@ -1231,13 +1163,3 @@ def _drop_late(ended: "asyncio.Future[_Answer | None]") -> None:
         late = ended.result()
         if late is not None:
             late.finish()
-
-
-def _none_of(engines: Sequence[_Engine]) -> str:
-    if len(engines) == 1:
-        return f"no server at {engines[0].label}"
-    return f"none of the {len(engines)} servers"
-
-
-def _closed() -> ClosedError:
-    return ClosedError("this MessageClient was closed")

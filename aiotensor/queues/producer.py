@@ -223,7 +223,7 @@ class _Client(MessageClient[None]):
         permit = self._permits.try_request(1)
         if permit is None:
             raise self.full()
-        request = self._new_request(permit, None, None, asks=False)
+        request = self._new_request(permit, self._engines, None, asks=False)
         try:
             request.place_now(box)
             self._submit(request)
@@ -261,7 +261,7 @@ class _Client(MessageClient[None]):
         self._fail(error)
         for engine in self._engines:
             if engine.session is not None:
-                for request in engine.session.all_untaken():
+                for request in engine.session.waiting():
                     self._end(request)
 
     def _had_consumer(self) -> bool:
@@ -274,8 +274,8 @@ class _Client(MessageClient[None]):
         request.ended.set_result(None)  # the call returns, whether or not a consumer has capacity
         super()._submit(request)
 
-    def _hopeless(self, target: object) -> AioTensorError | None:
-        error = super()._hopeless(None)  # messages have no target
+    def _hopeless(self, engines: Sequence[object]) -> AioTensorError | None:
+        error = super()._hopeless(self._engines)  # messages have no target
         if not isinstance(error, UnavailableError):
             return error
         if not self._had_consumer():
