@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
-from math import inf
 from multiprocessing.queues import Queue
 from time import monotonic
 from types import TracebackType
@@ -75,7 +74,15 @@ from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts,
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, Route, TensorQueue, route_to
-from aiotensor.types import ClientStatistics, CurveKey, EngineStatistics, Holder, TraceContext, Usage
+from aiotensor.types import (
+    MAX_NUMBER,
+    ClientStatistics,
+    CurveKey,
+    EngineStatistics,
+    Holder,
+    TraceContext,
+    Usage,
+)
 
 logger = logger_of("client")
 
@@ -95,7 +102,7 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
         client: the client.
         permit: its permit; None once a server has taken the message.
         asks: whether it asks for an answer.
-        engines: the servers that may get it.
+        engines: the servers that may get it; none before it is begun, in a `Permit`.
         trace: the trace context of the call; None without tracing.
         session: the session over which it was announced; None before and after that.
         number: its number in this session; None before its announcement.
@@ -106,18 +113,20 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
 
     client: "MessageClient[Any]"
     permit: Ticket[None] | None
-    asks: bool
-    engines: "Sequence[_Engine]"
-    trace: TraceContext | None
+    asks: bool = False
+    engines: "Sequence[_Engine]" = ()
+    trace: TraceContext | None = None
     session: "_Session | None" = None
     number: int | None = None
     ended: "asyncio.Future[_Answer | None]"
     alarm: asyncio.TimerHandle | None = None
-    began: float
+    began: float = 0.0
 
     @property
-    def _state(self) -> str:
+    def state(self) -> str:
         """The state in words, for statistics and the log."""
+        if not self.engines:
+            return ALLOCATED if self.permit is None else "acquired, its request not begun"
         if self.permit is None:
             return "taken, its tensors still in use"
         if self.session is not None:
@@ -236,13 +245,13 @@ class MessageClient(LoopObject, Generic[R]):
         self._turns = count()  # of the servers, among those with the same load
         for engine in random.sample(self._engines, len(self._engines)):
             engine.turn = next(self._turns)
-        self._held: dict[Ticket[None], SentRequest | Permit] = {}  # the permits in use, the oldest first
+        self._held: dict[Ticket[None], SentRequest] = {}  # the permits in use, the oldest first
         self._waiting: deque[SentRequest] = deque()  # for a server, in the order of the calls
         self._absence = Absence(self._label, self._missing)
         self._changes = Waiters()  # the calls of `ready`
         self._is_dispatching = self._is_dispatched = False
         self._absent = len(self._engines)  # the number of servers that are not connected
-        self._largest_body: int | None = None  # that a connected server accepts
+        self._largest_body = MAX_NUMBER  # that a connected server accepts
 
     async def __aenter__(self) -> Self:
         self._loop = self.affinity.enter()
@@ -378,19 +387,12 @@ class MessageClient(LoopObject, Generic[R]):
             while True:
                 try:
                     request = await self._place(box, target, inside, asks=True)
-                    ended = request.ended
                     try:
-                        answer = await ended
+                        answer = await request.ended
+                        del request.ended  # as `_end` does
                     except BaseException:
-                        _drop_late(ended)
+                        self._end(request)
                         raise
-                    finally:
-                        if request.permit is not None or request.session is not None:
-                            self._end(request)
-                        else:
-                            del request.ended  # as `_end` does
-                        # The future refers to its error, whose traceback refers to this frame.
-                        del request, ended
                     if answer is None:
                         raise AssertionError("a request that asks ends with an answer")
                     try:
@@ -458,10 +460,12 @@ class MessageClient(LoopObject, Generic[R]):
             engines = [engines[target]]
         if self._absent:
             self._try_again(engines)
-        permit = None if inside is None else inside._use(self)
-        if permit is None:
-            permit = self._permits.try_request(1) or await self._permits.acquire(1)
-        request = self._new_request(permit, engines, inside, asks=asks)
+        if inside is not None:
+            request = inside._use(self)
+        else:
+            request = self._new_request(self._permits.try_request(1) or await self._permits.acquire(1))
+        request.engines, request.asks, request.began = engines, asks, monotonic()
+        request.max_body_bytes = self._largest_body
         try:
             await request.place(box)
             self._submit(request)
@@ -470,39 +474,27 @@ class MessageClient(LoopObject, Generic[R]):
             raise
         return request
 
-    def _new_request(
-        self, permit: Ticket[None], engines: "Sequence[_Engine]", inside: "Permit | None", *, asks: bool
-    ) -> SentRequest:
+    def _new_request(self, permit: Ticket[None]) -> SentRequest:
+        """Return a request that holds a permit and is not begun."""
+        ended, shares = self._loop.create_future(), self._shares_memory
         request = self._held[permit] = SentRequest(
-            self._memory,
-            self._shares_memory,
-            inside,
-            self._largest_body,
-            client=self,
-            permit=permit,
-            asks=asks,
-            engines=engines,
-            trace=None if (tracer := tracing.tracer) is None else tracer.context(),
-            ended=self._loop.create_future(),
-            began=monotonic(),
+            self._memory, shares, client=self, permit=permit, ended=ended
         )
-        if inside is not None:
-            inside._request = request
         return request
 
     # Servers
 
     def _submit(self, request: SentRequest) -> None:
         """Announce a request to a server that has capacity, or queue it."""
+        if (tracer := tracing.tracer) is not None:
+            request.trace = tracer.context()
         session = self._choose(request.engines)  # the requests that wait cannot be sent to any server now
         if session is None:
             self._try_again(request.engines)
             self._waiting.append(request)
             self._began_to_wait(request)
             return
-        if session.max_body_bytes is not None and request.body_bytes > session.max_body_bytes:
-            check_body(request.body_bytes, session.max_body_bytes)  # none was connected during encoding
-        if request.blocks or session.transfers:
+        if request.blocks or session.transfers or request.body_bytes > session.max_body_bytes:
             session.ask(request)
         else:
             session.announce(request)
@@ -530,10 +522,10 @@ class MessageClient(LoopObject, Generic[R]):
         return best
 
     def _limits_changed(self) -> None:
-        """Find the largest body that a connected server accepts; None for no limit, or without a server."""
+        """Find the largest body that a connected server accepts."""
         sessions = [one.session for one in self._engines if one.session is not None and one.is_admitted]
         limits = [session.max_body_bytes for session in sessions]
-        self._largest_body = max(limits, key=lambda limit: inf if limit is None else limit, default=None)
+        self._largest_body = max(limits, default=MAX_NUMBER)
 
     def _changed(self) -> None:
         """Announce waiting requests, or fail them, because a server has changed."""
@@ -609,10 +601,15 @@ class MessageClient(LoopObject, Generic[R]):
             self._unqueue(request)
         if request.session is not None:
             request.session.withdraw(request)
-        self._memory.abandon(request if request.holder is None else request.holder)
+        self._memory.abandon(request)
         self._took(request)
-        # The holder of a block that the server still reads refers to the request. Its future refers to an
-        # error, whose traceback would keep the tensors of the caller alive.
+        ended = request.ended
+        if ended.done() and not ended.cancelled() and ended.exception() is None:
+            late = ended.result()
+            if late is not None:
+                late.finish()  # it has arrived in the iteration in which its call was cancelled
+        # A block that the server still reads refers to the request. Its future refers to an error, whose
+        # traceback would keep the tensors of the caller alive.
         del request.ended
 
     def _lose(self, request: SentRequest, error: AioTensorError) -> None:
@@ -631,9 +628,8 @@ class MessageClient(LoopObject, Generic[R]):
         """Return the permit and the memory of a request, because a server has taken it or it has ended."""
         permit, request.permit = request.permit, None
         if permit is not None:
-            if request.blocks or request.owned or request.holder is not None:
+            if request.blocks or request.owned or request in self._memory.gate.held:
                 request.release()
-                request.holder = None  # a permit, which refers to the request
             del self._held[permit]
             self._permits.release(permit)
 
@@ -665,16 +661,13 @@ class MessageClient(LoopObject, Generic[R]):
     def _holders(self) -> list[Holder]:
         """Return the holders of permits and memory, with the longest time first."""
         now = monotonic()
-        since: dict[object, float] = {holder: permit.since for permit, holder in self._held.items()}
+        since: dict[object, float] = {request: permit.since for permit, request in self._held.items()}
         held: dict[object, int] = dict.fromkeys(since, 0)
         for ticket, _ in self._memory.holdings():
-            holder: object = ticket.holder
-            if isinstance(holder, Permit) and holder._request is not None:
-                holder = holder._request
-            held[holder] = held.get(holder, 0) + ticket.amount
-            since[holder] = min(since.get(holder, now), ticket.since)
+            held[ticket.holder] = held.get(ticket.holder, 0) + ticket.amount
+            since[ticket.holder] = min(since.get(ticket.holder, now), ticket.since)
         holders = [
-            Holder(None, getattr(holder, "_state", ALLOCATED), nbytes, now - since[holder])
+            Holder(None, getattr(holder, "state", ALLOCATED), nbytes, now - since[holder])
             for holder, nbytes in held.items()
         ]
         return sorted(holders, key=lambda holder: -holder.seconds)
@@ -772,16 +765,13 @@ class Permit:
     `MessageClient.request` does. If the block ends without a request, the permit is released.
     """
 
-    _state = "acquired, its request not begun"  # for statistics and the log
-
     def __init__(self, client: MessageClient[Any]) -> None:
         self._client = client
-        self._ticket: Ticket[None] | None = None
         self._is_entered = False
-        self._request: SentRequest | None = None  # which has used the permit
+        self._request: SentRequest | None = None  # None after its use
 
     def __repr__(self) -> str:
-        state = self._state if self._ticket else "new" if not self._is_entered else "used"
+        state = self._request.state if self._request else "new" if not self._is_entered else "used"
         return f"<Permit {state}>"
 
     async def __aenter__(self) -> Self:
@@ -792,8 +782,8 @@ class Permit:
         with client._errors:
             client.affinity.check()
             client._try_again(client._engines)
-            self._ticket = client._permits.try_request(1) or await client._permits.acquire(1)
-            client._held[self._ticket] = self
+            permit = client._permits.try_request(1) or await client._permits.acquire(1)
+            self._request = client._new_request(permit)
         return self
 
     async def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -815,9 +805,9 @@ class Permit:
             OSError: the machine has no shared memory or no descriptors left.
             ClosedError: the client was closed.
         """
-        client = self._client
+        client, request = self._client, self._request
         with client._errors:
-            if self._ticket is None:
+            if request is None:
                 raise UsageError("this permit is not in use: `async with client.permit() as permit`")
             client.affinity.check()
             sizes, nbytes = sizes_of(shape, dtype, client._arena_bytes)
@@ -825,8 +815,8 @@ class Permit:
                 return new_empty(sizes, dtype)
             memory, nbytes = client._memory, whole_pages(nbytes)
             try:
-                block = memory.try_acquire(nbytes, self) or await memory.acquire(nbytes, self)
-                tensor = await memory.tensor_over(block, dtype, sizes, self)
+                block = memory.try_acquire(nbytes, request) or await memory.acquire(nbytes, request)
+                tensor = await memory.tensor_over(block, dtype, sizes, request)
             except StuckError:
                 raise client._would_block(_STUCK, 0, nbytes) from None
             except CopyAbandonedError:
@@ -835,14 +825,14 @@ class Permit:
             client.affinity.check_open()
             return tensor
 
-    def _use(self, client: MessageClient[Any]) -> Ticket[None]:
-        """Return the permit for a request, once."""
+    def _use(self, client: MessageClient[Any]) -> SentRequest:
+        """Return the request of the permit to begin it, once."""
         if client is not self._client:
             raise ValueError("`inside` must be a permit of this client")
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
+        request, self._request = self._request, None
+        if request is None:
             raise UsageError("this permit is not in use, or a request has used it: acquire another")
-        return ticket
+        return request
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -851,11 +841,9 @@ class Permit:
         if client.affinity.is_left_in_child(error):
             return
         client.affinity.check_place()
-        ticket, self._ticket = self._ticket, None
-        client._memory.gate.settle(self)
-        if ticket is not None:
-            del client._held[ticket]
-            client._permits.release(ticket)
+        request, self._request = self._request, None
+        if request is not None:
+            client._end(request)
 
 
 class _Engine:
@@ -987,7 +975,7 @@ class _Session(MessageSession):
 
     Attributes:
         window: the maximum number of requests that the server has not taken.
-        max_body_bytes: the maximum size of the body of a request in bytes; None for no limit.
+        max_body_bytes: the maximum size of the body of a request in bytes.
         engine: the server.
         untaken_requests: the requests that the server has not taken, announced or not.
         announced: the requests that were announced, and are neither answered nor, without an answer, taken.
@@ -999,7 +987,7 @@ class _Session(MessageSession):
         super().__init__(transport, connection, client._log, client._memory, client._mappings)
         self.name = f"the server at {engine.label}"
         self.window = 0
-        self.max_body_bytes: int | None = None
+        self.max_body_bytes = MAX_NUMBER
         self.engine = engine
         self.untaken_requests: dict[SentRequest, None] = {}
         self.announced: dict[int, SentRequest] = {}
@@ -1094,11 +1082,13 @@ class _Session(MessageSession):
                 case Message():
                     if frame.answers is None:
                         raise ProtocolError("it sent a message that answers nothing")
+                    request = self.announced.pop(frame.answers, None)
+                    if request in self.untaken_requests:
+                        raise ProtocolError("it answered a message that it has not taken")
                     answer = Arrived(self, frame)
                     if frame.trace is not None:
                         answer.trace_context = trace_context_of(frame)
                     self.untaken += 1
-                    request = self.announced.pop(frame.answers, None)
                     if request is None or request.session is not self or request.ended.done():
                         answer.finish()  # it was cancelled
                     else:
@@ -1118,7 +1108,8 @@ class _Session(MessageSession):
                     if frame.is_admitted:
                         self.memory.arena_bytes = frame.arena_bytes
                         self.window = frame.max_waiting
-                        self.max_body_bytes = frame.max_body_bytes
+                        if frame.max_body_bytes is not None:
+                            self.max_body_bytes = frame.max_body_bytes
                         self.engine.outage.end()
                         self._client._limits_changed()
                         self._client._changed()
@@ -1155,11 +1146,3 @@ class _Session(MessageSession):
         """Announce waiting requests, because the transport accepts records again."""
         super().resume_writing()
         self._client._changed()
-
-
-def _drop_late(ended: "asyncio.Future[_Answer | None]") -> None:
-    """Drop an answer that has arrived in the iteration in which its call was cancelled."""
-    if ended.done() and not ended.cancelled() and ended.exception() is None:
-        late = ended.result()
-        if late is not None:
-            late.finish()

@@ -15,7 +15,7 @@ import secrets
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
@@ -458,9 +458,7 @@ class MessageServer(LoopObject, Generic[M]):
         """Return a reason to refuse a client, with a remedy; None if it can be admitted."""
         if not hello.id or not hello.max_messages:
             return "its hello has no id or no permits"
-        for client in tuple(self._leftovers):
-            if not client.untaken:
-                del self._leftovers[client]
+        self._leftovers = {client: None for client in self._leftovers if client.untaken}
         others = [client for client in self._clients.values() if client.id != hello.id]
         left, most = len(self._leftovers), self._max_clients
         if most is not None and len(others) + left >= most:
@@ -811,7 +809,6 @@ class Request(Generic[M]):
             sent = Answer(
                 server._memory,
                 server._shares_memory,
-                None,
                 session.max_body_bytes,
                 affinity=server.affinity,
                 incoming=incoming,
@@ -1066,17 +1063,14 @@ class Batches(Generic[M]):
 
     async def _fill(self) -> None:
         """Wait for the first request, and then for a full batch, at most for the given time."""
-        server = self._server
-        while not server._ready.by_client and not server.affinity.is_closed:
-            await server._waiters.wait()
-        timeout = asyncio.timeout(self._wait_s)
-        try:
-            async with timeout:
-                while 0 < len(server._ready) < self._max_batch and not server.affinity.is_closed:
-                    await server._waiters.wait()
-        except TimeoutError:
-            if not timeout.expired():
-                raise
+        server, ready = self._server, self._server._ready
+
+        def is_full() -> bool | None:
+            return not 0 < len(ready) < self._max_batch or server.affinity.is_closed or None
+
+        await until(lambda: len(ready) > 0 or server.affinity.is_closed or None, server._waiters)
+        with suppress(TimeoutError):
+            await until(is_full, server._waiters, self._wait_s)
 
 
 class State(enum.Enum):

@@ -2,7 +2,7 @@
 
 import abc
 import asyncio
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import msgspec
@@ -42,7 +42,6 @@ class Outgoing(msgspec.Struct, eq=False):
     Attributes:
         memory: the memory of the role.
         forwards: whether peers share memory, so that received tensors are forwarded.
-        holder: the holder of the bytes that the message acquires; None for the message itself.
         max_body_bytes: the maximum size of the body in bytes that a peer accepts; None for no limit.
         body_bytes: the size of the body in bytes.
         content: the encoded content.
@@ -58,7 +57,6 @@ class Outgoing(msgspec.Struct, eq=False):
 
     memory: Memory
     forwards: bool
-    holder: Hashable = None
     max_body_bytes: int | None = None
     body_bytes: int = 0
     content: bytes = b""
@@ -182,11 +180,11 @@ class Outgoing(msgspec.Struct, eq=False):
 
     def release(self) -> None:
         """Release the memory that no announcement of the message pins."""
-        self.memory.gate.settle(self if self.holder is None else self.holder)
+        self.memory.gate.settle(self)
         for block in self.owned:
             self.memory.unpin_owner(block)
         self.sources.clear()
-        self.owned.clear()  # ends the reference cycle with the holder of their bytes
+        self.owned.clear()  # ends the reference cycle with their holder
 
     def _plan(self, payload: Payload) -> Iterator[tuple[Source, Plan]]:
         """Plan the placement of each tensor; at the end, reject a message that can never be sent."""
@@ -244,10 +242,10 @@ class Outgoing(msgspec.Struct, eq=False):
         """Copy a source to a new block."""
         nbytes = whole_pages(source.nbytes)
         self.make_space(nbytes)
-        memory, holder = self.memory, self if self.holder is None else self.holder
+        memory = self.memory
         try:
-            block = memory.try_acquire(nbytes, holder) or await memory.acquire(nbytes, holder)
-            await memory.copy(source, block, holder)
+            block = memory.try_acquire(nbytes, self) or await memory.acquire(nbytes, self)
+            await memory.copy(source, block, self)
         except StuckError:
             raise self.no_space(nbytes, is_stuck=True) from None
         except CopyAbandonedError:
@@ -261,7 +259,7 @@ class Outgoing(msgspec.Struct, eq=False):
         """Copy a source to a new block on this thread."""
         nbytes = whole_pages(source.nbytes)
         self.make_space(nbytes)
-        block = self.memory.try_acquire(nbytes, self if self.holder is None else self.holder)
+        block = self.memory.try_acquire(nbytes, self)
         if block is None:
             raise self.no_space(nbytes, is_stuck=False)
         self.owned.add(block)

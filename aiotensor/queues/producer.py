@@ -223,7 +223,8 @@ class _Client(MessageClient[None]):
         permit = self._permits.try_request(1)
         if permit is None:
             raise self.full()
-        request = self._new_request(permit, self._engines, None, asks=False)
+        request = self._new_request(permit)
+        request.engines = self._engines
         try:
             request.place_now(box)
             self._submit(request)
