@@ -18,7 +18,7 @@ import asyncio
 import os
 import random
 import secrets
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import check_body
@@ -54,16 +55,7 @@ from aiotensor.memory.memory import Memory
 from aiotensor.memory.placement import new_empty, sizes_of, too_large
 from aiotensor.protocol.connection import OPEN, Connection, Loss
 from aiotensor.protocol.credits import Ticket
-from aiotensor.protocol.frames import (
-    INLINE,
-    VERSION,
-    Discarded,
-    Failure,
-    Frame,
-    Hello,
-    Message,
-    Taken,
-)
+from aiotensor.protocol.frames import INLINE, VERSION, Discarded, Failure, Frame, Hello, Message, Taken
 from aiotensor.runtime import arguments, tracing
 from aiotensor.runtime.affinity import LoopAffinity, LoopObject
 from aiotensor.runtime.logs import logger_of
@@ -216,7 +208,6 @@ class MessageClient(LoopObject, Generic[R]):
         server_key: CurveKey | None = None,
         peer_timeout_s: float | None = None,
     ) -> None:
-        self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("MessageClient")
         given = TcpArguments(True, secret_key, server_key, (), peer_timeout_s)
         several = [endpoints] if isinstance(endpoints, str | TensorQueue | Queue) else endpoints
@@ -226,17 +217,26 @@ class MessageClient(LoopObject, Generic[R]):
         self._label = ",".join(route.label for route in routes)
         self._shares_memory = not any(route.label.startswith("tcp:") for route in routes)
         self._decoder: TensorDecoder[R] = TensorDecoder(answer_type)
-        self._max_messages = arguments.count("max_concurrent_videos", max_concurrent_videos)
+        limit = arguments.count("max_concurrent_videos", max_concurrent_videos)
         self._max_bytes = arguments.count("arena_bytes", arena_bytes)
         self._arena_bytes = whole_pages(self._max_bytes)
         self._max_wait_s = arguments.seconds_or_never("max_wait_s", max_wait_s)
         self._grace_s = arguments.grace_period(grace_s)
         self._max_body_bytes = arguments.count_or_none("max_body_bytes", max_body_bytes)
+        self._hello = Hello(
+            VERSION,
+            os.getpid(),
+            "client",
+            secrets.token_hex(16),
+            limit,
+            self._arena_bytes,
+            max_body_bytes=self._max_body_bytes,
+        )
         self._errors = ErrorCounter()
         self._counts = new_counts(ClientStatistics)
         self._log = PeerLog("client")
         limits = WaitLimits(_LONG_WAIT_S, self._max_wait_s, self._log_wait, self._overdue)
-        self._permits: Gate[None] = Gate(self._max_messages, limits)
+        self._permits: Gate[None] = Gate(limit, limits)
         self._memory = Memory(
             self._arena_bytes, _KEEP_WARM_S, self._counts, limits, segment_closed=self._segment_closed
         )
@@ -246,10 +246,11 @@ class MessageClient(LoopObject, Generic[R]):
         for engine in random.sample(self._engines, len(self._engines)):
             engine.turn = next(self._turns)
         self._held: dict[Ticket[None], SentRequest] = {}  # the permits in use, the oldest first
-        self._waiting: deque[SentRequest] = deque()  # for a server, in the order of the calls
+        self._waiting: OrderedDict[SentRequest, None] = (
+            OrderedDict()
+        )  # for a server, in the order of the calls
         self._absence = Absence(self._label, self._missing)
         self._changes = Waiters()  # the calls of `ready`
-        self._is_dispatching = self._is_dispatched = False
         self._absent = len(self._engines)  # the number of servers that are not connected
         self._largest_body = MAX_NUMBER  # that a connected server accepts
 
@@ -491,8 +492,7 @@ class MessageClient(LoopObject, Generic[R]):
         session = self._choose(request.engines)  # the requests that wait cannot be sent to any server now
         if session is None:
             self._try_again(request.engines)
-            self._waiting.append(request)
-            self._began_to_wait(request)
+            self._queue(request)
             return
         if request.blocks or session.transfers or request.body_bytes > session.max_body_bytes:
             session.ask(request)
@@ -531,39 +531,33 @@ class MessageClient(LoopObject, Generic[R]):
         """Announce waiting requests, or fail them, because a server has changed."""
         if self._changes:
             self._changes.wake()
-        self._is_dispatched = not self._waiting
-        if self._is_dispatched or self._is_dispatching:  # announcing may end a session, which calls this
-            return
-        self._is_dispatching = True
-        try:
-            while not self._is_dispatched:
-                self._is_dispatched = True
-                for request in list(self._waiting):
-                    session = self._choose(request.engines)
-                    if session is not None:
-                        self._unqueue(request)
-                        session.ask(request)
-                    elif (error := self._hopeless(request.engines)) is not None:
-                        self._unqueue(request)
-                        request.fail(error)
-        finally:
-            self._is_dispatching = False
+        for request in list(self._waiting):
+            if request not in self._waiting:
+                continue  # announcing an earlier one has ended a session, which calls this
+            session = self._choose(request.engines)
+            if session is not None:
+                self._unqueue(request)
+                session.ask(request)
+            elif (error := self._hopeless(request.engines)) is not None:
+                self._unqueue(request)
+                request.fail(error)
 
     def _requeue(self, requests: Sequence[SentRequest]) -> None:
         """Queue requests again that a lost server has not taken, before the others."""
         for request in reversed(requests):
             request.number = None
-            self._waiting.appendleft(request)
-            self._began_to_wait(request)
+            self._queue(request)
+            self._waiting.move_to_end(request, last=False)
 
-    def _began_to_wait(self, request: SentRequest) -> None:
+    def _queue(self, request: SentRequest) -> None:
+        self._waiting[request] = None
         self._absence.begin()
         if self._max_wait_s is not None:
             loop = asyncio.get_running_loop()
             request.alarm = loop.call_later(self._max_wait_s, self._waited_too_long, request)
 
     def _unqueue(self, request: SentRequest) -> None:
-        self._waiting.remove(request)
+        del self._waiting[request]
         if not self._waiting:
             self._absence.end()
         if request.alarm is not None:
@@ -689,8 +683,7 @@ class MessageClient(LoopObject, Generic[R]):
         self._memory.gate.fail(closed)
         self._changes.wake()
         self._absence.end()
-        while self._waiting:
-            request = self._waiting[0]
+        for request in list(self._waiting):
             self._unqueue(request)
             request.fail(closed())
         sessions = [engine.session for engine in self._engines if engine.session is not None]
@@ -914,16 +907,7 @@ class _Engine:
     def _connected(self, transport: Transport) -> None:
         """Begin a session; raises `OSError` if its first record could not be written."""
         client = self._client
-        hello = Hello(
-            VERSION,
-            os.getpid(),
-            "client",
-            client._id,
-            client._max_messages,
-            client._arena_bytes,
-            self._next_message,
-            max_body_bytes=client._max_body_bytes,
-        )
+        hello = replace(client._hello, first=self._next_message)
         session = _Session(transport, Connection(hello, f"the server at {self.label}"), client, self)
         session.begin()
         self.session = session
@@ -1078,7 +1062,16 @@ class _Session(MessageSession):
                         self._client._changed()
                 case Discarded():
                     for number in frame.messages:
-                        self._discarded(number)
+                        withdrawn = self.announced.get(number)
+                        if withdrawn is None:
+                            continue
+                        if withdrawn.session is self:
+                            raise ProtocolError("it discarded a message that was not withdrawn")
+                        del self.announced[number]
+                        if withdrawn in self.untaken_requests:
+                            del self.untaken_requests[withdrawn]
+                            self.unpost(withdrawn)
+                    self._client._changed()
                 case Message():
                     if frame.answers is None:
                         raise ProtocolError("it sent a message that answers nothing")
@@ -1117,18 +1110,6 @@ class _Session(MessageSession):
                     self.control(frame, descriptors)
             if self.is_over:
                 break
-
-    def _discarded(self, number: int) -> None:
-        request = self.announced.pop(number, None)
-        if request is None:
-            return
-        if request in self.untaken_requests:
-            del self.untaken_requests[request]
-            self.unpost(request)
-        if request.asks and request.session is self:
-            request.fail(PeerLostError(f"{self.name} discarded this message", pid=self.pid))
-        self._client._took(request)
-        self._client._changed()
 
     def _error(self, failure: Failure) -> AioTensorError:
         what = f"{failure.type_name}: {failure.text}"

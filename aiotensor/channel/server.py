@@ -24,13 +24,7 @@ import anyio
 
 from aiotensor.channel.cancelling import CancelOnce
 from aiotensor.codec import TensorDecoder
-from aiotensor.errors import (
-    AioTensorError,
-    ClosedError,
-    ProtocolError,
-    UsageError,
-    WouldBlockError,
-)
+from aiotensor.errors import AioTensorError, ClosedError, ProtocolError, UsageError, WouldBlockError
 from aiotensor.link.admission import Admission
 from aiotensor.link.events import PeerLog
 from aiotensor.link.messages import Arrived, MessageSession, close_sessions, trace_context_of
@@ -166,13 +160,7 @@ class MessageServer(LoopObject, Generic[M]):
             max_body_bytes=self._max_body_bytes,
         )
         self._admission = Admission(
-            hello,
-            "client",
-            self._log,
-            self._refusal,
-            self._admitted,
-            self._refused,
-            self._reports,
+            hello, "client", self._log, self._refusal, self._admitted, self._refused, self._reports
         )
 
     @property
