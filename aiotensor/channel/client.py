@@ -28,7 +28,6 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from aiotensor.codec import TensorDecoder
 from aiotensor.codec.payload import check_body
@@ -864,7 +863,6 @@ class _Engine:
         self._route = route
         self._connector: Connector | None = None
         self._entry: registry.Entry | None = None
-        self._next_message = 0
 
     def open(self) -> None:
         """Begin to connect."""
@@ -907,8 +905,7 @@ class _Engine:
     def _connected(self, transport: Transport) -> None:
         """Begin a session; raises `OSError` if its first record could not be written."""
         client = self._client
-        hello = replace(client._hello, first=self._next_message)
-        session = _Session(transport, Connection(hello, f"the server at {self.label}"), client, self)
+        session = _Session(transport, self)
         session.begin()
         self.session = session
         client._absent -= 1
@@ -927,7 +924,6 @@ class _Engine:
             self.session = None
             client._absent += 1
             client._limits_changed()
-        self._next_message = session.connection.next_message
         # A server writes that it has taken a request before its application begins. Every record was read
         # only if the server has written its last frame, or its socket has ended on the same machine.
         has_ended = session.transport.is_closed and session.transport.mover is None
@@ -965,11 +961,10 @@ class _Session(MessageSession):
         announced: the requests that were announced, and are neither answered nor, without an answer, taken.
     """
 
-    def __init__(
-        self, transport: Transport, connection: Connection, client: MessageClient[Any], engine: _Engine
-    ) -> None:
+    def __init__(self, transport: Transport, engine: _Engine) -> None:
+        client, self.name = engine._client, f"the server at {engine.label}"
+        connection = Connection(client._hello, self.name)
         super().__init__(transport, connection, client._log, client._memory, client._mappings)
-        self.name = f"the server at {engine.label}"
         self.window = 0
         self.max_body_bytes = MAX_NUMBER
         self.engine = engine

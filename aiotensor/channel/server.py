@@ -123,21 +123,17 @@ class MessageServer(LoopObject, Generic[M]):
         client_keys: Collection[CurveKey] = (),
         peer_timeout_s: float | None = None,
     ) -> None:
-        self._id = secrets.token_hex(16)
         self.affinity = LoopAffinity("MessageServer")
         given = TcpArguments(False, secret_key, None, client_keys, peer_timeout_s, finds_port=True)
         self._route = route_to(endpoint, given)
-        self._max_bytes = arguments.count("arena_bytes", arena_bytes)
-        self._arena_bytes = whole_pages(self._max_bytes)
+        arena_bytes = whole_pages(arguments.count("arena_bytes", arena_bytes))
         self._max_clients = arguments.count_or_none("max_clients", max_clients)
         self._max_waiting = arguments.count("max_waiting", max_waiting)
         self._max_mapped_bytes = arguments.count_or_none("max_mapped_bytes", max_mapped_bytes)
         self._max_body_bytes = arguments.count_or_none("max_body_bytes", max_body_bytes)
         self._counts = new_counts(ServerStatistics)
         self._log = PeerLog("server")
-        self._memory = Memory(
-            self._arena_bytes, _KEEP_WARM_S, self._counts, segment_closed=self._segment_closed
-        )
+        self._memory = Memory(arena_bytes, _KEEP_WARM_S, self._counts, segment_closed=self._segment_closed)
         self._mappings = Mappings()
         self._clients: dict[str, _Client] = {}  # the connected ones, by their ids
         self._leftovers: dict[_Client, None] = {}  # lost clients whose messages still wait
@@ -153,9 +149,9 @@ class MessageServer(LoopObject, Generic[M]):
             VERSION,
             os.getpid(),
             "server",
-            self._id,
+            secrets.token_hex(16),
             MAX_NUMBER,  # each answer belongs to a request
-            self._arena_bytes,
+            arena_bytes,
             max_waiting=self._max_waiting,
             max_body_bytes=self._max_body_bytes,
         )
@@ -337,25 +333,15 @@ class MessageServer(LoopObject, Generic[M]):
                 `max_concurrent` is less than `max_batch`.
         """
         max_concurrent = arguments.count_or_none("max_concurrent", max_concurrent)
-        if max_concurrent is not None and max_concurrent < (max_batch or 1):
+        largest = 1 if max_batch is None else max_batch
+        if max_concurrent is not None and max_concurrent < largest:
             raise ValueError(
                 f"max_concurrent must be at least max_batch, which is {max_batch}, got {max_concurrent}"
             )
         self.affinity.check()
-        if max_batch is None:
-            answer, largest = partial(_answer_one, handler), 1
-
-            async def take() -> list[Request[M]]:
-                request = await anext(self, None)
-                return [] if request is None else [request]
-        else:
-            answer, largest = partial(_answer_batch, handler), max_batch
-            max_concurrent = max_concurrent or max_batch
-            batches = self.batches(max_batch, batch_wait_s=batch_wait_s)
-
-            async def take() -> list[Request[M]]:
-                return await anext(batches, [])
-
+        batches = self.batches(largest, batch_wait_s=batch_wait_s)
+        answer = partial(_answer_one if max_batch is None else _answer_batch, handler)
+        max_concurrent = max_concurrent or max_batch
         # The requests stay alive until the end of their task: otherwise they would count as dropped.
         answering: dict[asyncio.Task[None], list[Request[M]]] = {}
 
@@ -370,7 +356,7 @@ class MessageServer(LoopObject, Generic[M]):
                     while True:
                         while max_concurrent and sum(map(len, answering.values())) + largest > max_concurrent:
                             await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
-                        if not (batch := await take()):
+                        if not (batch := await anext(batches, None)):
                             break
                         task = group.create_task(answer(batch))
                         answering[task] = batch
@@ -446,8 +432,8 @@ class MessageServer(LoopObject, Generic[M]):
         """Return a reason to refuse a client, with a remedy; None if it can be admitted."""
         if not hello.id or not hello.max_messages:
             return "its hello has no id or no permits"
-        self._leftovers = {client: None for client in self._leftovers if client.untaken}
         others = [client for client in self._clients.values() if client.id != hello.id]
+        mapped = self._mapped_bytes(others)
         left, most = len(self._leftovers), self._max_clients
         if most is not None and len(others) + left >= most:
             more = f", including {left} disconnected clients with waiting messages" if left else ""
@@ -455,7 +441,6 @@ class MessageServer(LoopObject, Generic[M]):
                 f"the server already has max_clients={most} clients{more}: raise max_clients, or close "
                 "another client"
             )
-        mapped = self._mapped_bytes(others)
         limit = self._max_mapped_bytes
         if limit is not None and mapped + hello.arena_bytes > limit:
             return (
@@ -466,8 +451,9 @@ class MessageServer(LoopObject, Generic[M]):
         return None
 
     def _mapped_bytes(self, clients: "Collection[_Client]") -> int:
-        left = [client for client in self._leftovers if client.untaken]
-        reserved = sum(client.memory.arena_bytes for client in (*clients, *left))
+        """Return the bytes reserved for clients, and for lost ones whose messages still wait."""
+        self._leftovers = {client: None for client in self._leftovers if client.untaken}
+        reserved = sum(client.memory.arena_bytes for client in (*clients, *self._leftovers))
         return reserved + self._mappings.lingering_bytes
 
     def _refused(self, hello: Hello | None, reason: str) -> None:
@@ -644,10 +630,6 @@ class _Client(MessageSession):
             else:  # it was announced in this iteration of the loop
                 self._server._end(answer.incoming)
             raise
-
-    def moved(self) -> None:
-        """Wake the calls whose answers were announced."""
-        self._writing.wake()
 
     def fail(self, number: int, error: BaseException) -> None:
         """Answer a message with an error."""

@@ -166,9 +166,6 @@ class MessageSession(Session):
         self._announce_moved()
         return True
 
-    def moved(self) -> None:
-        """Called when messages were announced whose blocks were moved."""
-
     def attach_all(self, segments: Container[int]) -> None:
         """Share the segments with these numbers that the peer does not have; errors are those of `attach`."""
         for segment in list(self.arena.segments()):
@@ -208,7 +205,7 @@ class MessageSession(Session):
             transfer.announce()
             has_announced = True
         if has_announced:
-            self.moved()
+            self._writing.wake()
 
     def resume_writing(self) -> None:
         """Announce the messages that were moved, because the transport accepts records again."""
