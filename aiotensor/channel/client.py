@@ -1071,8 +1071,9 @@ class _Session(MessageSession):
                     if frame.answers is None:
                         raise ProtocolError("it sent a message that answers nothing")
                     request = self.announced.pop(frame.answers, None)
-                    if request in self.untaken_requests:
-                        raise ProtocolError("it answered a message that it has not taken")
+                    if request is not None and request in self.untaken_requests:  # no `Taken` was sent
+                        del self.untaken_requests[request]
+                        self._client._took(request)
                     answer = Arrived(self, frame)
                     if frame.trace is not None:
                         answer.trace_context = trace_context_of(frame)
