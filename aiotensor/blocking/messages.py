@@ -9,8 +9,9 @@ from typing import Any, Generic, Self, TypeVar, overload
 from aiotensor import channel
 from aiotensor.blocking.portal import Block, BlockingObject, UntilClosed, parameters_of
 from aiotensor.channel.cancelling import CancelOnce
-from aiotensor.channel.server import checked_results, fail_batch, traced_batch
+from aiotensor.channel.server import checked_results, fail_batch
 from aiotensor.errors import ClosedError
+from aiotensor.runtime import tracing
 from aiotensor.types import ClientStatistics, ServerStatistics
 
 M = TypeVar("M")
@@ -253,7 +254,7 @@ class MessageServer(BlockingObject[channel.MessageServer[M], ServerStatistics], 
 
     def _answer_batch(self, handler: Callable[[list[M]], Sequence[object]], batch: list[Request[M]]) -> None:
         try:
-            with traced_batch([request.inner for request in batch]):
+            with tracing.TracedBatch([request.trace_context for request in batch]):
                 results = checked_results(handler([request.message for request in batch]), len(batch))
         except BaseException as error:
             self.call_or_do(fail_batch, [request.inner for request in batch], error)

@@ -504,10 +504,9 @@ class Publisher(LoopObject):
 
     def _announce(self, publication: _OutgoingPublication, call: tracing.Traced) -> Published:
         """Announce a message to all subscribers; from this point on, nothing is rolled back."""
-        trace = None if (tracer := tracing.tracer) is None else tracer.context()
         number = self._next_number
         call.name = str(number)
-        record = encode_record([publication.frame(number, trace)])
+        record = encode_record([publication.frame(number)])
         blocks, segments = tuple(publication.blocks), tuple(publication.segments)
         item = Item(number, record, time.monotonic(), blocks, segments)
         for subscriber in self._audience.to_disconnect():

@@ -71,7 +71,6 @@ from aiotensor.types import (
     CurveKey,
     EngineStatistics,
     Holder,
-    TraceContext,
     Usage,
 )
 
@@ -94,7 +93,6 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
         permit: its permit; None once a server has taken the message.
         asks: whether it asks for an answer.
         engines: the servers that may get it; none before it is begun, in a `Permit`.
-        trace: the trace context of the call; None without tracing.
         session: the session over which it was announced; None before and after that.
         number: its number in this session; None before its announcement.
         ended: completes with the answer; without one, when the message was announced.
@@ -106,7 +104,6 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
     permit: Ticket[None] | None
     asks: bool = False
     engines: "Sequence[_Engine]" = ()
-    trace: TraceContext | None = None
     session: "_Session | None" = None
     number: int | None = None
     ended: "asyncio.Future[_Answer | None]"
@@ -486,8 +483,6 @@ class MessageClient(LoopObject, Generic[R]):
 
     def _submit(self, request: SentRequest) -> None:
         """Announce a request to a server that has capacity, or queue it."""
-        if (tracer := tracing.tracer) is not None:
-            request.trace = tracer.context()
         session = self._choose(request.engines)  # the requests that wait cannot be sent to any server now
         if session is None:
             self._try_again(request.engines)
@@ -1010,7 +1005,7 @@ class _Session(MessageSession):
         if request.content_block is None:  # as `frame`, without a call
             frame = Message(number, INLINE, content, len(content), None, request.trace, request.asks)
         else:
-            frame = request.frame(number, request.trace, asks=request.asks)
+            frame = request.frame(number, asks=request.asks)
         try:
             # With few messages in flight, the server probably waits for the next one. Otherwise the messages
             # of one iteration of the event loop share a record.

@@ -15,7 +15,7 @@ import secrets
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
@@ -54,7 +54,7 @@ from aiotensor.statistics.counters import new_counts, snapshot
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Listener, Transport
 from aiotensor.transports.endpoints import Endpoint, route_to
-from aiotensor.types import MAX_NUMBER, CurveKey, ServerStatistics, TraceContext, Usage
+from aiotensor.types import MAX_NUMBER, CurveKey, ServerStatistics, Usage
 
 logger = logger_of("server")
 
@@ -613,7 +613,7 @@ class _Client(MessageSession):
         if answer.content_block is None:  # as `frame`, without a call
             frame = Message(number, INLINE, content, len(content), None, answer.trace, False, asked)
         else:
-            frame = answer.frame(number, answer.trace, answers=asked)
+            frame = answer.frame(number, answers=asked)
         try:
             for record in connection.post(frame):
                 self.transport.write(record)
@@ -782,7 +782,6 @@ class Request(Generic[M]):
                 session.max_body_bytes,
                 affinity=server.affinity,
                 incoming=incoming,
-                trace=None if (tracer := tracing.tracer) is None else tracer.context(),
             )
             try:
                 await sent.place(box)
@@ -906,7 +905,7 @@ async def _answer_batch(
         for request in batch:
             request._incoming.block = block
         try:
-            with traced_batch(batch):
+            with tracing.TracedBatch([request.trace_context for request in batch]):
                 answers = _awaitable(handler([request.message for request in batch]))
                 results = checked_results(await answers, len(batch))
         except BaseException as error:
@@ -938,21 +937,6 @@ def _awaitable(result: R) -> R:
             "define it with `async def`, or use an aiotensor.blocking.MessageServer"
         )
     return result
-
-
-@contextmanager
-def traced_batch(batch: Sequence[Request[Any]]) -> Iterator[None]:
-    """Trace the work on a batch of requests, if tracing is enabled."""
-    contexts = [request.trace_context for request in batch]
-    span = None if (tracer := tracing.tracer) is None else tracer.answer_batch(contexts)
-    try:
-        yield
-    except BaseException as error:
-        if span is not None:
-            span.end(error)
-        raise
-    if span is not None:
-        span.end()
 
 
 def checked_results(results: Sequence[object], count: int) -> Sequence[object]:
@@ -1135,7 +1119,6 @@ class Answer(Outgoing, kw_only=True, eq=False):
 
     affinity: LoopAffinity
     incoming: Incoming
-    trace: TraceContext | None
 
     def check(self) -> None:
         """Raise `ClosedError` if the server was closed."""

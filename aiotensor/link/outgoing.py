@@ -20,6 +20,7 @@ from aiotensor.memory.placement import Allocation, Plan, plan_placement, too_lar
 from aiotensor.memory.source import Source, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTensor, encode_content
+from aiotensor.runtime import tracing
 from aiotensor.runtime.worker import in_thread
 from aiotensor.types import TraceContext
 
@@ -51,6 +52,7 @@ class Outgoing(msgspec.Struct, eq=False):
         segments: the numbers of their segments.
         owned: the blocks that were filled or forwarded for this message.
         sources: the tensors in allocated blocks, which they keep until the message is released.
+        trace: the trace context of the call that has placed the message; None without tracing.
     """
 
     # A Struct, whose creation calls no Python function.
@@ -66,6 +68,7 @@ class Outgoing(msgspec.Struct, eq=False):
     segments: dict[int, None] = {}
     owned: set[Block | ForwardedBlock] = msgspec.field(default_factory=set)
     sources: list[Source] = []
+    trace: TraceContext | None = None
 
     # The maximum number of bytes of small tensors in the body.
     max_inline_bytes: ClassVar[int] = MAX_BODY_TENSOR_BYTES
@@ -121,6 +124,8 @@ class Outgoing(msgspec.Struct, eq=False):
             WouldBlockError: the wait for memory would never end.
             OSError: the machine has no memory, threads or descriptors left.
         """
+        if (tracer := tracing.tracer) is not None:
+            self.trace = tracer.context()
         payload = Payload(room=self.max_inline_bytes)
         takes_long, nbytes = cost_of(message[0])
         if takes_long:
@@ -149,6 +154,8 @@ class Outgoing(msgspec.Struct, eq=False):
 
     def place_now(self, message: list[object]) -> None:
         """Do the same on this thread; raise `WouldBlockError` if that requires a wait."""
+        if (tracer := tracing.tracer) is not None:
+            self.trace = tracer.context()
         payload = Payload(room=self.max_inline_bytes)
         payload.encode_body(message)
         check_body(len(payload.body), self.max_body_bytes)
@@ -162,11 +169,9 @@ class Outgoing(msgspec.Struct, eq=False):
             self.content_block = self._copy_now(as_source(np.frombuffer(self.content, np.uint8)))
             self._use(self.content_block)
 
-    def frame(
-        self, number: int, trace: TraceContext | None, *, asks: bool = False, answers: int | None = None
-    ) -> Message:
+    def frame(self, number: int, *, asks: bool = False, answers: int | None = None) -> Message:
         """Return the frame that announces the message with a number; see `Message` for the arguments."""
-        content, block = self.content, self.content_block
+        content, block, trace = self.content, self.content_block, self.trace
         if block is None:
             return Message(number, INLINE, content, len(content), None, trace, asks, answers)
         where = block.place.describe(0)

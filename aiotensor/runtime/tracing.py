@@ -121,6 +121,14 @@ class Traced:
             self._span.end(error, name=self.name, nbytes=self.nbytes)
 
 
+class TracedBatch(Traced):
+    """Trace the work on a batch of requests in the same way; `contexts` are those of the requests."""
+
+    def __init__(self, contexts: Sequence[Mapping[str, str] | None]) -> None:
+        self.name, self.nbytes = "", 0
+        self._span = None if tracer is None else tracer.answer_batch(contexts)
+
+
 def step(step: Step, awaitable: Awaitable[T], nbytes: int = 0) -> Awaitable[T]:
     """Return `awaitable`, with a span for the wait if tracing is enabled; see `Tracer.step`."""
     return awaitable if (current := tracer) is None else current.step(step, awaitable, nbytes)
