@@ -65,14 +65,7 @@ from aiotensor.statistics.counters import ErrorCounter, WaitCounter, new_counts,
 from aiotensor.transports.address import TcpArguments
 from aiotensor.transports.base import Connector, Events, Transport
 from aiotensor.transports.endpoints import Endpoint, Route, TensorQueue, route_to
-from aiotensor.types import (
-    MAX_NUMBER,
-    ClientStatistics,
-    CurveKey,
-    EngineStatistics,
-    Holder,
-    Usage,
-)
+from aiotensor.types import MAX_NUMBER, ClientStatistics, CurveKey, EngineStatistics, Holder, Usage
 
 logger = logger_of("client")
 
