@@ -1022,9 +1022,10 @@ class Batches(Generic[M]):
         def is_full() -> bool | None:
             return not 0 < len(ready) < self._max_batch or server.affinity.is_closed or None
 
-        await until(lambda: len(ready) > 0 or server.affinity.is_closed or None, server._waiters)
-        with suppress(TimeoutError):
-            await until(is_full, server._waiters, self._wait_s)
+        await until(lambda: bool(ready.by_client) or server.affinity.is_closed or None, server._waiters)
+        if self._max_batch > 1:
+            with suppress(TimeoutError):
+                await until(is_full, server._waiters, self._wait_s)
 
 
 class State(enum.Enum):
