@@ -82,10 +82,6 @@ class _OutgoingPublication(Outgoing, kw_only=True, eq=False):
 
     max_inline_bytes: ClassVar[int] = sys.maxsize
 
-    def check(self) -> None:
-        """Raise `ClosedError` if the publisher was closed."""
-        self.publisher.affinity.check_open()
-
     def check_fits(self, new_bytes: int, other_bytes: int) -> None:
         """Check that the message fits into the arena, and into the memory that a subscriber may use."""
         super().check_fits(new_bytes, other_bytes)
@@ -300,7 +296,9 @@ class Publisher(LoopObject):
             self.affinity.check()
             with tracing.Traced("publish", self._route.label) as call:
                 turn = await self._turns.acquire(1)
-                publication = _OutgoingPublication(self._memory, self._shares_memory, publisher=self)
+                publication = _OutgoingPublication(
+                    self._memory, self._shares_memory, self.affinity, publisher=self
+                )
                 try:
                     await publication.place([message])
                     return self._announce(publication, call)
@@ -322,7 +320,9 @@ class Publisher(LoopObject):
                 turn = self._turns.try_request(1)
                 if turn is None:
                     raise self._would_block("a subscriber is slow, or another call is publishing", 0)
-                publication = _OutgoingPublication(self._memory, self._shares_memory, publisher=self)
+                publication = _OutgoingPublication(
+                    self._memory, self._shares_memory, self.affinity, publisher=self
+                )
                 try:
                     publication.place_now([message])
                     return self._announce(publication, call)

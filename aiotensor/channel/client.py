@@ -114,10 +114,6 @@ class SentRequest(Outgoing, kw_only=True, eq=False):
             return "waiting to be taken"
         return "waiting for a server" if self in self.client._waiting else "being sent"
 
-    def check(self) -> None:
-        """Raise `ClosedError` if the client was closed."""
-        self.client.affinity.check_open()
-
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of a wait for memory that would never end."""
         reason = _STUCK if is_stuck else "not enough shared memory was free"
@@ -468,7 +464,7 @@ class MessageClient(LoopObject, Generic[R]):
         """Return a request that holds a permit and is not begun."""
         ended, shares = self._loop.create_future(), self._shares_memory
         request = self._held[permit] = SentRequest(
-            self._memory, shares, client=self, permit=permit, ended=ended
+            self._memory, shares, self.affinity, client=self, permit=permit, ended=ended
         )
         return request
 

@@ -779,8 +779,8 @@ class Request(Generic[M]):
             sent = Answer(
                 server._memory,
                 server._shares_memory,
+                server.affinity,
                 session.max_body_bytes,
-                affinity=server.affinity,
                 incoming=incoming,
             )
             try:
@@ -1118,12 +1118,7 @@ class FairQueue:
 class Answer(Outgoing, kw_only=True, eq=False):
     """An answer that is being sent."""
 
-    affinity: LoopAffinity
     incoming: Incoming
-
-    def check(self) -> None:
-        """Raise `ClosedError` if the server was closed."""
-        self.affinity.check_open()
 
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
         """Return the error of an answer that gets no memory."""

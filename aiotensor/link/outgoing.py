@@ -21,6 +21,7 @@ from aiotensor.memory.source import Source, as_source, attributes_of
 from aiotensor.memory.tensors import DTYPE_NAMES, MAX_INLINE_BYTES
 from aiotensor.protocol.frames import ARENA, INLINE, Content, Message, PlacedTensor, encode_content
 from aiotensor.runtime import tracing
+from aiotensor.runtime.affinity import LoopAffinity
 from aiotensor.runtime.worker import in_thread
 from aiotensor.types import TraceContext
 
@@ -43,6 +44,7 @@ class Outgoing(msgspec.Struct, eq=False):
     Attributes:
         memory: the memory of the role.
         forwards: whether peers share memory, so that received tensors are forwarded.
+        affinity: the state of the role: a message is sent only while it is open.
         max_body_bytes: the maximum size of the body in bytes that a peer accepts; None for no limit.
         body_bytes: the size of the body in bytes.
         content: the encoded content.
@@ -59,6 +61,7 @@ class Outgoing(msgspec.Struct, eq=False):
 
     memory: Memory
     forwards: bool
+    affinity: LoopAffinity
     max_body_bytes: int | None = None
     body_bytes: int = 0
     content: bytes = b""
@@ -77,10 +80,6 @@ class Outgoing(msgspec.Struct, eq=False):
         return f"<{type(self).__name__}>"
 
     # Overridden by the roles
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Raise an error if the message can no longer be sent; called after each wait."""
 
     @abc.abstractmethod
     def no_space(self, nbytes: int, *, is_stuck: bool) -> WouldBlockError:
@@ -131,7 +130,7 @@ class Outgoing(msgspec.Struct, eq=False):
         if takes_long:
             check_body(nbytes, self.max_body_bytes)
             await in_thread(payload.encode_body, message)
-            self.check()
+            self.affinity.check_open()
         else:
             payload.encode_body(message)
         body = payload.body
@@ -147,7 +146,7 @@ class Outgoing(msgspec.Struct, eq=False):
         self._encode(payload)
         if len(self.blocks) > _QUICK_PLANS:  # encoding and announcing them take milliseconds each
             await asyncio.sleep(0)
-            self.check()
+            self.affinity.check_open()
         if len(self.content) > _MAX_RECORD_CONTENT_BYTES:
             self.content_block = await self._copy(as_source(np.frombuffer(self.content, np.uint8)))
             self._use(self.content_block)
@@ -216,21 +215,21 @@ class Outgoing(msgspec.Struct, eq=False):
             planned.append(one)
             if len(planned) % _QUICK_PLANS == 0:
                 await asyncio.sleep(0)
-                self.check()
+                self.affinity.check_open()
         tensors = nbytes = 0  # placed in this iteration of the event loop, unless a copy has waited
         for source, plan in planned:
             if tensors == _QUICK_TENSORS or nbytes > QUICK_BYTES:
                 tensors = nbytes = 0
                 await asyncio.sleep(0)
-                self.check()
+                self.affinity.check_open()
             tensors += 1
             if not self._place_allocated(source, plan.allocation):
                 nbytes += source.nbytes
                 forwardable = self._forwardable(plan)
                 forwarded = forwardable and await self.memory.forward(source, forwardable)
-                self.check()
+                self.affinity.check_open()
                 self._add(source, 0, forwarded or await self._copy(source))
-                self.check()
+                self.affinity.check_open()
 
     def _place_allocated(self, source: Source, allocation: Allocation | None) -> bool:
         """Place an allocated tensor in its own block; return whether that was possible."""
@@ -254,10 +253,10 @@ class Outgoing(msgspec.Struct, eq=False):
         except StuckError:
             raise self.no_space(nbytes, is_stuck=True) from None
         except CopyAbandonedError:
-            self.check()  # the memory was closed with its owner
+            self.affinity.check_open()  # the memory was closed with its owner
             raise
         self.owned.add(block)
-        self.check()
+        self.affinity.check_open()
         return block
 
     def _copy_now(self, source: Source) -> Block:
