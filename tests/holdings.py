@@ -145,6 +145,7 @@ class Watch(logging.Handler):
         # The kernel's numbers take much longer to read: read them only when those of the objects match.
         for read in (self._books, _of_process):
             now = read()
+            _forget_ended(before, now)
             if self._checks <= _CHECKS_UNTIL_REST:
                 _forget_released(before, now)
             changed = {name: (before[name], held) for name, held in now.items() if held != before[name]}
@@ -204,11 +205,15 @@ def _of(party: Party) -> dict[str, object]:
     return held
 
 
-def _forget_released(before: dict[str, object], now: dict[str, object]) -> None:
-    """Remove from the baseline what objects that were closed before it have released in their threads."""
+def _forget_ended(before: dict[str, object], now: dict[str, object]) -> None:
+    """Remove the threads of closed objects from the baseline; those of open objects do not end."""
     known, running = before["threads"], now.get("threads")
     if isinstance(known, Counter) and isinstance(running, Counter) and running <= known:
         before["threads"] = running
+
+
+def _forget_released(before: dict[str, object], now: dict[str, object]) -> None:
+    """Remove from the baseline what objects that were closed before it have released in their threads."""
     numbers, used = before["descriptors"], now.get("descriptors")
     if isinstance(numbers, dict) and isinstance(used, dict) and used.items() <= numbers.items():
         before["descriptors"] = used

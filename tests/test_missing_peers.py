@@ -89,7 +89,10 @@ async def test_a_sent_message_that_no_server_has_taken_is_logged_when_it_is_lost
             assert client.statistics().in_flight == 1  # it waits for another server
     [lost] = [record for record in caplog.records if vars(record)["event"] == "message_lost"]
     assert (lost.levelname, lost.name) == ("WARNING", "aiotensor.client")
-    assert lost.getMessage() == "a message that was sent is lost: this MessageClient was closed"
+    assert (
+        lost.getMessage()
+        == "a message that was sent is lost: this MessageClient was closed: create a new one"
+    )
 
 
 @pytest.mark.usefixtures("link")

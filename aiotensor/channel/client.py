@@ -1054,10 +1054,11 @@ class _Session(MessageSession):
                 case Message():
                     if frame.answers is None:
                         raise ProtocolError("it sent a message that answers nothing")
-                    request = self.announced.pop(frame.answers, None)
+                    request, is_early = self.announced.pop(frame.answers, None), False
                     if request is not None and request in self.untaken_requests:  # no `Taken` was sent
                         del self.untaken_requests[request]
                         self._client._took(request)
+                        is_early = True
                     answer = Arrived(self, frame)
                     if frame.trace is not None:
                         answer.trace_context = trace_context_of(frame)
@@ -1069,14 +1070,22 @@ class _Session(MessageSession):
                         self.engine.answered.add(monotonic() - request.began)
                         request.session = None
                         request.ended.set_result(answer)
+                    if is_early:
+                        self._client._changed()
                 case Failure():
-                    request = self.announced.pop(frame.message, None)
+                    request, is_early = self.announced.pop(frame.message, None), False
+                    if request is not None and request in self.untaken_requests:  # as above
+                        del self.untaken_requests[request]
+                        self._client._took(request)
+                        is_early = True
                     if request is None:
                         self._client._refused(self._error(frame))
                     elif request.session is self:
                         self.engine.counts["failures"] += 1
                         request.session = None
                         request.fail(self._error(frame))
+                    if is_early:
+                        self._client._changed()
                 case Hello():
                     if frame.is_admitted:
                         self.memory.arena_bytes = frame.arena_bytes

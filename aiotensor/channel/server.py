@@ -339,14 +339,19 @@ class MessageServer(LoopObject, Generic[M]):
                 f"max_concurrent must be at least max_batch, which is {max_batch}, got {max_concurrent}"
             )
         self.affinity.check()
-        batches = self.batches(largest, batch_wait_s=batch_wait_s)
+        batches = Batches(self, largest, batch_wait_s)
         answer = partial(_answer_one if max_batch is None else _answer_batch, handler)
         max_concurrent = max_concurrent or max_batch
         # The requests stay alive until the end of their task: otherwise they would count as dropped.
         answering: dict[asyncio.Task[None], list[Request[M]]] = {}
+        in_hand, ends = 0, Waiters()
 
         def ended(task: asyncio.Task[None]) -> None:
-            for request in answering.pop(task):
+            nonlocal in_hand
+            batch = answering.pop(task)
+            in_hand -= len(batch)
+            ends.wake()
+            for request in batch:
                 if task.cancelled() and request._incoming.block is None and request.is_wanted:
                     self._fail(request._incoming, asyncio.CancelledError())  # the task has not begun
 
@@ -354,20 +359,25 @@ class MessageServer(LoopObject, Generic[M]):
             async with asyncio.TaskGroup() as group:
                 try:
                     while True:
-                        while max_concurrent and sum(map(len, answering.values())) + largest > max_concurrent:
-                            await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
+                        while max_concurrent and in_hand + largest > max_concurrent:
+                            await ends.wait()
                         if not (batch := await anext(batches, None)):
                             break
                         task = group.create_task(answer(batch))
                         answering[task] = batch
+                        in_hand += len(batch)
                         task.add_done_callback(ended)
                         del batch, task  # otherwise, the tensors would live until the next request arrives
                     while answering:
-                        await asyncio.wait(answering)
+                        await ends.wait()
                 except asyncio.CancelledError:
                     # A surrounding scope of anyio would cancel the wait for the tasks in each iteration of
                     # the event loop.
                     scope.shield = True
+                    # Those that were taken for the next batch: a cycle with the error keeps them alive.
+                    for request in batches.taken:
+                        self._fail(request._incoming, asyncio.CancelledError())
+                    batches.taken.clear()
                     raise
 
     def statistics(self) -> ServerStatistics:
@@ -966,7 +976,7 @@ def fail_batch(batch: Sequence[Request[Any]], error: BaseException) -> None:
 def _log_failure(error: BaseException, what: str, *, extra: dict[str, object]) -> None:
     """Log an error of a handler, but neither the end of the server nor the cancellation of the task."""
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
+        task = None if asyncio._get_running_loop() is None else asyncio.current_task()
         is_fault = task is None or not task.cancelling()  # a future that the handler awaited was cancelled
     else:
         is_fault = isinstance(error, Exception) and not isinstance(error, ClosedError)
@@ -985,13 +995,16 @@ class Batches(Generic[M]):
         server: the server.
         max_batch: the maximum number of requests in a batch.
         batch_wait_s: the time in seconds for which the first request of a batch may wait for others.
+
+    Attributes:
+        taken: the requests of the next batch that were taken so far.
     """
 
     def __init__(self, server: MessageServer[M], max_batch: int, batch_wait_s: float) -> None:
         self._server = server
         self._max_batch = arguments.count("max_batch", max_batch)
         self._wait_s = arguments.seconds("batch_wait_s", batch_wait_s)
-        self._taken: list[Request[M]] = []
+        self.taken: list[Request[M]] = []
 
     def __aiter__(self) -> Self:
         return self
@@ -1004,13 +1017,13 @@ class Batches(Generic[M]):
         """
         server = self._server
         while not server.affinity.is_closed:
-            if not self._taken:
+            if not self.taken:
                 await self._fill()
-            while len(self._taken) < self._max_batch and (taken := await server._take(waits=False)):
-                self._taken.append(taken)
+            while len(self.taken) < self._max_batch and (taken := await server._take(waits=False)):
+                self.taken.append(taken)
             # Decoding a message may have taken long enough for others to be cancelled.
-            batch = [request for request in self._taken if request._incoming.state is not ENDED]
-            self._taken.clear()
+            batch = [request for request in self.taken if request._incoming.state is not ENDED]
+            self.taken.clear()
             if batch:
                 return batch
         raise StopAsyncIteration

@@ -88,7 +88,9 @@ def cost_of(message: object) -> tuple[bool, int]:
 def _look_into(value: Any) -> Collection[object] | None:
     """Return the parts of a dataclass or an attrs class; None for any other value."""
     if dataclasses.is_dataclass(value):
-        fields: Any = dataclasses.fields(value)
-    else:
-        fields = getattr(value, "__attrs_attrs__", None)
-    return None if fields is None else [getattr(value, field.name, None) for field in fields]
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    fields = getattr(value, "__attrs_attrs__", None)
+    if fields is None:
+        return None
+    # msgspec does not encode private attributes of attrs classes.
+    return [getattr(value, field.name, None) for field in fields if not field.name.startswith("_")]
