@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from aiotensor import RemoteError
-from aiotensor.channel import MessageServer, Request
+from aiotensor import PeerLostError, RemoteError
+from aiotensor.channel import MessageClient, MessageServer, Request
 from tests.channel.parties import Answer, Channel, Question, answer, channel, place, said, settled
 from verification.patterns import BIG, pattern
 from verification.waiting import until
@@ -222,3 +222,27 @@ async def test_an_invalid_limit_raises_value_error() -> None:
                     server.batches(size, batch_wait_s=wait_s)
                 with pytest.raises(ValueError, match=r"max_batch|batch_wait_s"):
                     await server.serve(lambda _: asyncio.sleep(0, []), max_batch=size, batch_wait_s=wait_s)
+
+
+async def test_requests_that_were_taken_for_a_batch_fail_when_serve_is_cancelled() -> None:
+    with place() as here:
+        async with MessageServer(here, list) as server, MessageClient(here, int) as client:
+            small = asyncio.create_task(client.request([1]))
+            await until(lambda: server.statistics().waiting == 1)
+            large = asyncio.create_task(client.request([*range(200_000)]))  # which a thread decodes
+            await until(lambda: server.statistics().waiting == 2)
+            serving = asyncio.create_task(server.serve(_lengths, max_batch=2))
+            await until(lambda: server.statistics().in_hand == 1)
+            serving.cancel()
+            with pytest.raises(PeerLostError):
+                await small
+            with pytest.raises(asyncio.CancelledError):
+                await serving
+            serving = asyncio.create_task(server.serve(_lengths, max_batch=2))
+            assert await large == 200_000
+            await server.aclose()
+            await serving
+
+
+async def _lengths(messages: Sequence[list[int]]) -> list[int]:
+    return [len(message) for message in messages]
