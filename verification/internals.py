@@ -6,8 +6,6 @@ Tests use private attributes of senders and receivers only through these functio
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from aiotensor import TensorReceiver, TensorSender
@@ -15,7 +13,6 @@ from aiotensor.broadcast import Publisher, Subscriber
 from aiotensor.broadcast.subscriber import _ArrivedPublication, _Publisher
 from aiotensor.link.admission import Admission, _Inspector
 from aiotensor.memory import mapping
-from aiotensor.memory import memory as memory_module
 from aiotensor.memory.gates import Gate
 from aiotensor.memory.mappings import Mappings
 from aiotensor.memory.memory import Memory
@@ -53,16 +50,6 @@ def begin_posted(sender: TensorSender) -> SentMessage:
 def memory_of(owner: TensorSender | Publisher) -> Memory:
     """Return the shared memory of a sender or publisher that was opened."""
     return owner._memory
-
-
-@contextmanager
-def no_grace() -> Iterator[None]:
-    """Replace the memory of lost readers at once: they are in this process, which does not end."""
-    before, memory_module._GRACE_S = memory_module._GRACE_S, 0.0
-    try:
-        yield
-    finally:
-        memory_module._GRACE_S = before
 
 
 def held_by_sender(sender: TensorSender) -> dict[str, int]:

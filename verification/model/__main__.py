@@ -19,7 +19,6 @@ import hypothesis
 import torch
 from hypothesis.stateful import run_state_machine_as_test
 
-from verification.internals import no_grace
 from verification.model.machines import MACHINES, SETTINGS
 
 _SEQUENCES = 20  # of a round, which takes a few seconds
@@ -59,7 +58,7 @@ def _play(seed: int, number: int) -> str:
     name = list(MACHINES)[number % len(MACHINES)]
     machine = hypothesis.seed(f"{seed}-{number}")(MACHINES[name])
     try:
-        with no_grace(), _unraised() as unraised:
+        with _unraised() as unraised:
             run_state_machine_as_test(
                 machine, settings=hypothesis.settings(SETTINGS, max_examples=_SEQUENCES)
             )

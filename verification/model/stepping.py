@@ -64,6 +64,7 @@ class Steps:
         self._patch(workers._Lane, "submit", self._submitting(workers._Lane.submit))
         # With these sizes small tensors also take either lane, and share chunks with others.
         self._patch(memory, "_SHORT_COPY_BYTES", 32 << 10)
+        self._patch(memory, "_GRACE_S", 0.0)  # all readers are in this process, which does not end
         for module in (pages, arena):
             self._patch(module, "CHUNK_BYTES", 32 << 10)
 
