@@ -140,7 +140,7 @@ class MessageServer(LoopObject, Generic[M]):
         self._decoder: TensorDecoder[M] = TensorDecoder(message_type)
         self._shares_memory = not self._route.label.startswith("tcp:")
         self._ready = FairQueue()  # the requests that wait to be taken
-        self._in_hand: set[Incoming] = set()  # those that were taken, and neither answered nor cancelled
+        self._in_hand: set[Incoming] = set()  # taken requests, until they are answered or cancelled
         self._takers = Waiters()  # the calls that wait to take a request
         self._waiters = Waiters()  # the calls that wait for a change
         self._dropped: FreedItems[Incoming] = FreedItems(self._requests_dropped)  # garbage-collected in hand
@@ -374,7 +374,7 @@ class MessageServer(LoopObject, Generic[M]):
                     # A surrounding scope of anyio would cancel the wait for the tasks in each iteration of
                     # the event loop.
                     scope.shield = True
-                    # Those that were taken for the next batch: a cycle with the error keeps them alive.
+                    # A reference cycle with the error keeps the requests of the next batch alive.
                     for request in batches.taken:
                         self._fail(request._incoming, asyncio.CancelledError())
                     batches.taken.clear()
@@ -461,7 +461,7 @@ class MessageServer(LoopObject, Generic[M]):
         return None
 
     def _mapped_bytes(self, clients: "Collection[_Client]") -> int:
-        """Return the bytes reserved for clients, and for lost ones whose messages still wait."""
+        """Return the bytes reserved for clients, and for lost clients with waiting messages."""
         self._leftovers = {client: None for client in self._leftovers if client.untaken}
         reserved = sum(client.memory.arena_bytes for client in (*clients, *self._leftovers))
         return reserved + self._mappings.lingering_bytes

@@ -47,7 +47,7 @@ class Parts(Generic[P]):
     """Buffers or tensors beside the body of a message, each of which the message must use once.
 
     Args:
-        kind: what they are, in errors.
+        kind: their name in errors, such as "tensor".
         parts: the parts, which the body refers to by their numbers.
     """
 

@@ -119,7 +119,11 @@ class Session(abc.ABC):
     # Writing
 
     def flush(self, is_scheduled: bool = False) -> None:
-        """Write the pending frames now; a failure ends the session."""
+        """Write the pending frames now; a failure ends the session.
+
+        Args:
+            is_scheduled: whether `schedule_flush` has scheduled this call.
+        """
         flushing, self._flushing = self._flushing, None
         if flushing is not None and not is_scheduled:
             flushing.cancel()

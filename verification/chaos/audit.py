@@ -1,5 +1,6 @@
 """The audit of a round: each message ended as the plan explains, and each tensor was taken once, or lost."""
 
+import abc
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from verification.chaos.plan import PEER_TIMEOUT_S, RESOURCES, SLOTS, FaultKind,
 _SILENT_S = 0.75 * PEER_TIMEOUT_S
 
 
-class Audit:
+class Audit(abc.ABC):
     """The parts that the audits of all kinds of work share.
 
     Args:
@@ -61,11 +62,11 @@ class Audit:
         """Note an event of this kind of work."""
         self.problems.append(f"{member.name} wrote {event}")
 
+    @abc.abstractmethod
     def check(self, member: Member, order: Order, end: Ended | None) -> str:
         """Return the problem with the outcome of an order, or ""."""
-        raise NotImplementedError
 
-    def check_others(self) -> None:
+    def check_others(self) -> None:  # noqa: B027 - optional
         """Check the events that belong to no order."""
 
     def may_raise(self, member: Member, order: Order, end: Ended) -> bool:
